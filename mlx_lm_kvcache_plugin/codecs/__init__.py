@@ -1,0 +1,1 @@
+"""How blocks are encoded: codecs for single tensors, and the packing of whole blocks."""

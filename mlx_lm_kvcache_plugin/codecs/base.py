@@ -1,0 +1,85 @@
+"""What a codec is, and what the built-in ones share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Parts = tuple[Array, ...]
+"""One tensor of one block as host arrays; what each of them means is the codec's affair."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecOptions:
+    """What a codec is built from.
+
+    Attributes:
+        bits: bits per element that the user asked for.
+        group_size: the most elements that may share a scale.
+    """
+
+    bits: int
+    group_size: int
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Encodes the keys or the values of a layer, block by block, and decodes runs of blocks.
+
+    Tensors have the shape [blocks, heads, tokens, dim]. A codec keeps nothing between calls: the
+    same parts decode to the same numbers in any process.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name that `--kv-cache-codec` takes."""
+
+    def group_size_for(self, dim: int) -> int | None:
+        """The group size for tensors of this width (0: no groups), None where they stay raw."""
+
+    def encode(self, x: mx.array, *, first: bool) -> tuple[mx.array, ...]:
+        """Encode blocks.
+
+        Args:
+            x: [blocks, heads, tokens, dim], finite, of any floating dtype.
+            first: whether they begin a sequence (then `blocks` is 1): attention sinks sit there.
+
+        Returns:
+            The parts, each with a leading axis of `blocks` and a dtype that numpy knows. If one
+            of them is not finite, the caller keeps that tensor of that block raw instead.
+        """
+
+    def decode(self, blocks: Sequence[Parts], rows: int, dtype: mx.Dtype) -> mx.array:
+        """Decode the first `rows` tokens of consecutive blocks.
+
+        Args:
+            blocks: the parts of each block, without the leading axis; all but the last are wanted
+                whole. The first of them may be one that was encoded with `first`.
+            rows: how many tokens are wanted.
+            dtype: what the tensor had when it was encoded.
+
+        Returns:
+            [heads, rows, dim] of that dtype.
+        """
+
+
+def largest_group_size(dim: int, most: int, sizes: Sequence[int]) -> int | None:
+    """The largest of `sizes` up to `most` that divides `dim`, or None (also for a width of 0)."""
+    fitting = [size for size in sizes if size <= most and dim and dim % size == 0]
+    return max(fitting, default=None)
+
+
+def join_rows(blocks: Sequence[Parts], part: int, rows: int) -> mx.array:
+    """Put the rows of one part, each [heads, tokens, ...], one after the other, `rows` in all."""
+    pieces, left = [], rows
+    for parts in blocks:
+        piece = parts[part][:, :left]
+        pieces.append(piece)
+        left -= piece.shape[1]
+    return mx.array(pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1))

@@ -1,0 +1,28 @@
+"""The codec that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from .base import CodecOptions, Parts, join_rows
+
+
+class RawCodec:
+    """Keeps every bit of a tensor, whatever its dtype."""
+
+    name = "raw"
+
+    def __init__(self, options: CodecOptions | None = None) -> None:
+        del options  # full precision leaves nothing to choose
+
+    def group_size_for(self, dim: int) -> int | None:
+        return 0
+
+    def encode(self, x: mx.array, *, first: bool) -> tuple[mx.array, ...]:
+        # numpy has no bfloat16: its bits travel as integers.
+        return (x.view(mx.uint16) if x.dtype == mx.bfloat16 else x,)
+
+    def decode(self, blocks: Sequence[Parts], rows: int, dtype: mx.Dtype) -> mx.array:
+        return join_rows(blocks, 0, rows).view(dtype)

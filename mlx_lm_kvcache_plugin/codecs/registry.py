@@ -1,0 +1,65 @@
+"""Codecs by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import CodecError
+from ..settings import RECOMMENDED_BITS, Settings
+from .affine import AffineCodec
+from .base import Codec, CodecOptions
+from .raw import RawCodec
+from .rotated import RotatedCodec
+
+CodecFactory = Callable[[CodecOptions], Codec]
+"""Makes a codec for the keys or for the values."""
+
+BUILT_IN: dict[str, CodecFactory] = {
+    "rotated": RotatedCodec,
+    "affine": AffineCodec,
+    "raw": RawCodec,
+}
+
+
+class CodecRegistry:
+    """The codecs that can be chosen."""
+
+    def __init__(self) -> None:
+        self._factories: dict[str, CodecFactory] = {}
+
+    def register(self, name: str, factory: CodecFactory) -> None:
+        """Offer a codec.
+
+        Raises:
+            CodecError: if the name is taken.
+        """
+        if name in self._factories:
+            raise CodecError(f"a codec named {name!r} is registered already")
+        self._factories[name] = factory
+
+    def names(self) -> list[str]:
+        """The names, in the order of registration."""
+        return list(self._factories)
+
+    def create_pair(self, settings: Settings) -> tuple[Codec, Codec]:
+        """Make the codecs for keys and for values that the settings ask for.
+
+        Raises:
+            CodecError: if there is none of that name.
+        """
+        key_codec, value_codec = (
+            self.create(settings.codec, CodecOptions(bits or RECOMMENDED_BITS, settings.group_size))
+            for bits in (settings.key_bits, settings.value_bits)
+        )
+        return key_codec, value_codec
+
+    def create(self, name: str, options: CodecOptions) -> Codec:
+        """Make a codec.
+
+        Raises:
+            CodecError: if there is none of that name.
+        """
+        if name not in self._factories:
+            known = ", ".join(self._factories)
+            raise CodecError(f"there is no codec named {name!r}; there are {known}")
+        return self._factories[name](options)

@@ -1,0 +1,23 @@
+"""Exceptions of the plugin.
+
+KVCachePluginError
+├── SettingsError (a ValueError too)   a flag, variable or argument has a value of no use
+├── PatchRefused                       upstream does not have the shape that a patch needs
+└── CodecError (a ValueError too)      a codec is unknown or was registered twice
+"""
+
+
+class KVCachePluginError(Exception):
+    """Base of all errors that the plugin raises on purpose."""
+
+
+class SettingsError(KVCachePluginError, ValueError):
+    """A flag, environment variable or argument has a value that cannot be used."""
+
+
+class PatchRefused(KVCachePluginError):
+    """Upstream does not look as expected, so nothing was changed; the message says what differs."""
+
+
+class CodecError(KVCachePluginError, ValueError):
+    """A codec is unknown, or its name is already taken."""

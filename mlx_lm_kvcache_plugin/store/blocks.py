@@ -1,0 +1,126 @@
+"""A tree of immutable blocks: what many token sequences share is stored once.
+
+A block stands for a run of consecutive tokens under its parent block, so a sequence is a path
+from the root of its namespace. There are three kinds of node, told apart by their tokens alone:
+
+- a block holds exactly `block_tokens` tokens and may have children;
+- a tail holds fewer, the incomplete end of a sequence; it gives way to a block that completes it;
+- a checkpoint holds none: it hangs below the block or tail at whose end its state was taken.
+
+A child is found by the bytes of its tokens in its parent's dict, so there is no hash that could
+collide. The tree knows payloads by their `nbytes` alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int64]
+"""Token ids. 64 bits, since upstream gives images negative ids of 60 bits."""
+
+TOKEN_BYTES = 8
+
+CHECKPOINT = b""
+"""The key of a checkpoint."""
+
+
+class Sized(Protocol):
+    """What is known of a payload."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Block:
+    """A node of the tree. Only `BlockTree` writes to it.
+
+    Attributes:
+        parent: the node above; None for a root.
+        key: the bytes of its tokens.
+        payload: what is stored for them; None where a checkpoint below is all that counts.
+        label: upstream's word for the kind of sequence it came with ("assistant", ...).
+        children: by key.
+        nbytes: what it holds, index included.
+    """
+
+    __slots__ = ("children", "key", "label", "nbytes", "newer", "older", "parent", "payload")
+
+    def __init__(self, parent: Block | None, key: bytes, payload: Sized | None, label: str) -> None:
+        self.parent = parent
+        self.key = key
+        self.payload = payload
+        self.label = label
+        self.children: dict[bytes, Block] = {}
+        self.nbytes = 0
+        self.older: Block | None = None
+        self.newer: Block | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it stands for."""
+        return len(self.key) // TOKEN_BYTES
+
+    def path(self) -> list[Block]:
+        """The nodes from below the root to this one."""
+        nodes: list[Block] = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def depth_tokens(self) -> int:
+        """The position in its sequence at which it ends."""
+        return sum(node.tokens for node in self.path())
+
+    def measure(self) -> int:
+        """Count what it holds, down to the Python objects of the index."""
+        index = sys.getsizeof(self) + sys.getsizeof(self.key) + sys.getsizeof(self.children)
+        return index + (self.payload.nbytes if self.payload is not None else 0)
+
+
+class Root(Block):
+    """Where the sequences of a namespace begin. It stands for no tokens and is never evicted."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Hashable) -> None:
+        super().__init__(None, b"", None, "")
+        self.namespace = namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored run that a sequence begins with.
+
+    Attributes:
+        blocks: matching nodes from below the root; all but the last match whole.
+        rows: how many tokens of the last one match.
+        tokens: how many tokens match in all.
+    """
+
+    blocks: tuple[Block, ...] = ()
+    rows: int = 0
+    tokens: int = 0
+
+
+def common_run(one: Tokens, other: Tokens) -> int:
+    """How many tokens two sequences begin with alike."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def descend(root: Block) -> Iterator[Block]:
+    """All nodes below `root`."""
+    waiting = list(root.children.values())
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += node.children.values()

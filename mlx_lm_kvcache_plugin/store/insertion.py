@@ -1,0 +1,93 @@
+"""Adding one sequence to the tree: as much of it as fits, or nothing if anything fails."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from types import TracebackType
+
+from .blocks import Block, Sized, Tokens
+from .tree import BlockTree
+
+
+class Insertion:
+    """Adds nodes below one another, from the end of what is stored already.
+
+    Used as a context: an exception inside it takes back whatever was added.
+
+    Args:
+        tree: where to.
+        namespace, tokens: the sequence.
+        label: for the nodes that are added.
+
+    Attributes:
+        tip: the deepest node of the sequence so far, perhaps the root.
+        tokens: how many tokens lead to it.
+    """
+
+    def __init__(self, tree: BlockTree, namespace: Hashable, tokens: Tokens, label: str) -> None:
+        path = tree.walk(namespace, tokens)
+        self.tip: Block = path[-1] if path else tree.root(namespace)
+        self.tokens = len(path) * tree.block_tokens
+        self._tree = tree
+        self._sequence = tokens
+        self._label = label
+        self._added: list[Block] = []
+
+    @property
+    def added_tokens(self) -> int:
+        """How many tokens were not stored before."""
+        return sum(block.tokens for block in self._added)
+
+    def covers(self, count: int) -> bool:
+        """Whether the next `count` tokens are stored already; if so, goes to where they are."""
+        wanted = self._sequence[self.tokens : self.tokens + count]
+        child, rows = self._tree.longest_run(self.tip, wanted)
+        if child is None or rows < count:
+            return False
+        self._advance(child, count)
+        return True
+
+    def enter(self, count: int) -> bool:
+        """Go to the node of exactly the next `count` tokens (0: a checkpoint), if there is one."""
+        key = self._sequence[self.tokens : self.tokens + count].tobytes()
+        child = self.tip.children.get(key)
+        if child is None:
+            return False
+        self._advance(child, count)
+        return True
+
+    def add(self, count: int, payload: Sized | None) -> bool:
+        """Add a node for the next `count` tokens (0 for a checkpoint), if there is room."""
+        key = self._sequence[self.tokens : self.tokens + count].tobytes()
+        block = self._tree.add(self.tip, key, payload, self._label)
+        if block is None:
+            return False
+        self._added.append(block)
+        self._advance(block, count)
+        return True
+
+    def _advance(self, block: Block, count: int) -> None:
+        self.tip = block
+        self.tokens += count
+
+    def __enter__(self) -> Insertion:
+        # From here on the whole path is newer than the rest, so that it is not evicted for itself.
+        self._tree.touch(self.tip)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            for block in reversed(self._added):
+                if block in self._tree:  # not gone already with the one below it
+                    self._tree.remove(block)
+            return
+        for block in self._added:
+            self._tree.supersede(block)
+        self._tree.touch(self.tip)
+        if self.tip in self._tree and self.tip.payload is None and not self.tip.children:
+            self._tree.remove(self.tip)  # it was to bear a checkpoint that found no room

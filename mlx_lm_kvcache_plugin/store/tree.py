@@ -1,0 +1,287 @@
+"""The tree of blocks: finding, adding, evicting, and the count of what it all takes."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .audit import audit
+from .blocks import CHECKPOINT, TOKEN_BYTES, Block, Match, Root, Sized, Tokens, common_run
+from .eviction import RecencyList
+
+
+class Cause(enum.Enum):
+    """Why blocks were evicted."""
+
+    MEMORY = "memory"
+    """The byte limit."""
+    COUNT = "count"
+    """The limit on sequences."""
+    PRESSURE = "pressure"
+    """The machine ran short of memory."""
+    TRIM = "trim"
+    """The caller asked for it."""
+    REPLACED = "replaced"
+    """The model behind a namespace changed its shape."""
+
+
+class BlockTree:
+    """The blocks of all namespaces, and what they hold.
+
+    Owned by one thread. At every moment `used_bytes <= limit_bytes` unless the limit was just
+    lowered and `evict_to_limit` is still to come, and every leaf has a payload.
+
+    Args:
+        block_tokens: tokens of a complete block.
+        limit_bytes: what the tree may hold.
+
+    Attributes:
+        used_bytes: what it holds, index included.
+        tokens: that its nodes stand for.
+        sequences: the number of leaves by label. A stored sequence is a leaf: what only leads to
+            others is no sequence of its own.
+        bytes_by_label: `used_bytes` by the label that each node was stored with.
+        evicted_blocks, evicted_bytes: by cause, until the owner clears them.
+    """
+
+    def __init__(self, block_tokens: int, limit_bytes: int) -> None:
+        self.block_tokens = block_tokens
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.sequences: Counter[str] = Counter()
+        self.bytes_by_label: Counter[str] = Counter()
+        self.evicted_blocks: Counter[Cause] = Counter()
+        self.evicted_bytes: Counter[Cause] = Counter()
+        self.tokens = 0
+        self._roots: dict[Hashable, Root] = {}
+        self._recency: RecencyList[Block] = RecencyList()
+        self._size = 0
+
+    def __len__(self) -> int:
+        """The number of nodes below the roots."""
+        return self._size
+
+    def __contains__(self, block: Block) -> bool:
+        return block.parent is not None and block.parent.children.get(block.key) is block
+
+    def has(self, namespace: Hashable) -> bool:
+        """Whether anything is stored of a namespace."""
+        return namespace in self._roots
+
+    def __iter__(self) -> Iterator[Block]:
+        """All nodes below the roots, from the least to the most recently used."""
+        return iter(self._recency)
+
+    # Looking up changes nothing.
+
+    def walk(self, namespace: Hashable, tokens: Tokens) -> list[Block]:
+        """The complete blocks that `tokens` begin with, in order."""
+        node: Block | None = self._roots.get(namespace)
+        found: list[Block] = []
+        data, width = tokens.tobytes(), self.block_tokens * TOKEN_BYTES
+        for start in range(0, len(data) - width + 1, width):
+            node = node.children.get(data[start : start + width]) if node else None
+            if node is None:
+                break
+            found.append(node)
+        return found
+
+    def match(self, namespace: Hashable, tokens: Tokens) -> Match:
+        """The longest stored run that `tokens` begin with, to the token."""
+        path = self.walk(namespace, tokens)
+        node: Block | None = path[-1] if path else self._roots.get(namespace)
+        whole = len(path) * self.block_tokens
+        if node is not None:
+            child, rows = self.longest_run(node, tokens[whole:])
+            if child is not None:
+                return Match((*path, child), rows, whole + rows)
+        return Match(tuple(path), self.block_tokens if path else 0, whole)
+
+    def longest_run(self, node: Block, tokens: Tokens) -> tuple[Block | None, int]:
+        """The child of `node` that agrees with the longest run of `tokens`, and its length."""
+        best: Block | None = None
+        most = 0
+        first = tokens[:1].tobytes()
+        for key, child in node.children.items():
+            if first and key.startswith(first):
+                rows = common_run(np.frombuffer(key, np.int64), tokens)
+                if rows > most:
+                    best, most = child, rows
+        return best, most
+
+    def find_checkpoint(self, namespace: Hashable, tokens: Tokens) -> tuple[Block | None, int]:
+        """The checkpoint that stands for the most of the first `tokens`, and for how many."""
+        path: list[Block] = self.walk(namespace, tokens)
+        for depth in range(len(path), -1, -1):
+            node = path[depth - 1] if depth else self._roots.get(namespace)
+            start = depth * self.block_tokens
+            rest = tokens[start:].tobytes()
+            if node is not None:
+                bearers = [c for key, c in node.children.items() if key and rest.startswith(key)]
+                for bearer in sorted(bearers, key=lambda block: -block.tokens):
+                    if CHECKPOINT in bearer.children:
+                        return bearer.children[CHECKPOINT], start + bearer.tokens
+        return None, 0
+
+    def find_longer_checkpoint(
+        self, namespace: Hashable, tokens: Tokens, accept: Callable[[Any], bool]
+    ) -> tuple[Block | None, int]:
+        """A near checkpoint beyond the longest stored run of `tokens`, and the run's length.
+
+        Args:
+            accept: whether a checkpoint's payload will do.
+        """
+        match = self.match(namespace, tokens)
+        waiting = deque(match.blocks[-1:])
+        while waiting:
+            node = waiting.popleft()
+            if not node.key and node.payload is not None and accept(node.payload):
+                return node, match.tokens
+            waiting += node.children.values()
+        return None, 0
+
+    def root(self, namespace: Hashable) -> Root:
+        """The node that sequences of a namespace begin under; kept once something is added."""
+        return self._roots.get(namespace) or Root(namespace)
+
+    # Changing.
+
+    def add(self, parent: Block, key: bytes, payload: Sized | None, label: str) -> Block | None:
+        """Store a node below `parent`, evicting what is older than its path to make room.
+
+        Args:
+            parent: its path must have been touched, so that all of it is newer than the rest.
+            key: the bytes of the node's tokens; `parent` must not have it yet.
+
+        Returns:
+            The node, or None if there was no room.
+        """
+        block = Block(parent, key, payload, label)
+        parent_was_leaf = self._is_leaf(parent)
+        assert key not in parent.children, "blocks are immutable"
+        parent.children[key] = block
+        if not self._make_room(block):
+            del parent.children[key]
+            # The dict may have grown for nothing: lay it anew, so that its size stays counted.
+            parent.children = {key: child for key, child in parent.children.items()}
+            return None
+        if isinstance(parent, Root):
+            self._roots[parent.namespace] = parent
+        self.sequences[parent.label] -= parent_was_leaf
+        self.sequences[label] += 1
+        self._recency.append(block)
+        self._size += 1
+        self.tokens += block.tokens
+        self._recount(block)
+        self._recount(parent)
+        return block
+
+    def touch(self, block: Block) -> None:
+        """Mark the path of a node as just used, from the leaf to the root."""
+        node = block
+        while node.parent is not None:
+            self._recency.touch(node)
+            node = node.parent
+
+    def remove(self, block: Block) -> None:
+        """Take out a leaf, and whatever above it served that leaf alone."""
+        node: Block | None = block
+        while node is not None and not isinstance(node, Root):
+            parent = node.parent
+            self._unlink(node)
+            useless = parent is not None and not parent.children and parent.payload is None
+            node = parent if useless else None
+
+    def _unlink(self, block: Block) -> None:
+        assert not block.children and block.parent is not None
+        parent = block.parent
+        del parent.children[block.key]
+        self._recency.remove(block)
+        self._size -= 1
+        self.tokens -= block.tokens
+        self.sequences[block.label] -= 1
+        self._account(block, -block.nbytes)
+        if not parent.children:
+            parent.children = {}  # An emptied dict would keep its size.
+        self._recount(parent)
+        if isinstance(parent, Root):
+            if not parent.children:
+                del self._roots[parent.namespace]
+                self._account(parent, -parent.nbytes)
+        elif not parent.children:
+            self.sequences[parent.label] += 1
+
+    def supersede(self, block: Block) -> None:
+        """Take out the tails beside a node that it begins with: it holds all that they do."""
+        assert block.parent is not None
+        for key, sibling in list(block.parent.children.items()):
+            shorter = 0 < len(key) < len(block.key)
+            if shorter and not sibling.children and block.key.startswith(key):
+                self.remove(sibling)
+
+    def evict_to(self, n_bytes: int, cause: Cause, keep: Block | None = None) -> None:
+        """Evict until at most `n_bytes` are held, or only `keep` and its path are left."""
+        while self.used_bytes > n_bytes:
+            victim = self._victim()
+            if victim is None or victim is keep:
+                break
+            self._evict(victim, cause)
+
+    def evict_sequences(self, n_sequences: int, cause: Cause) -> None:
+        """Evict whole sequences until at most `n_sequences` are left; shared blocks stay."""
+        while self.sequences.total() > n_sequences:
+            node, count = self._victim(), self.sequences.total()
+            while node is not None and self.sequences.total() == count:
+                parent = node.parent
+                self._evict(node, cause)
+                node = parent if parent is not None and self._is_leaf(parent) else None
+
+    def drop(self, namespace: Hashable, cause: Cause) -> None:
+        """Evict all of a namespace."""
+        while namespace in self._roots:
+            node: Block = self._roots[namespace]
+            while node.children:
+                node = next(iter(node.children.values()))
+            self._evict(node, cause)
+
+    def _victim(self) -> Block | None:
+        """The least recently used leaf; None if all that is left is being added to."""
+        oldest = self._recency.oldest
+        return oldest if oldest is not None and not oldest.children else None
+
+    def _evict(self, block: Block, cause: Cause) -> None:
+        self.evicted_blocks[cause] += 1
+        self.evicted_bytes[cause] += block.nbytes
+        self.remove(block)
+
+    def _make_room(self, block: Block) -> bool:
+        """Evict until `block`, already linked but not yet counted, fits beside the rest."""
+        parent = block.parent
+        assert parent is not None
+        needed_bytes = block.measure() + parent.measure() - parent.nbytes
+        self.evict_to(self.limit_bytes - needed_bytes, Cause.MEMORY)
+        return self.used_bytes + needed_bytes <= self.limit_bytes
+
+    def _is_leaf(self, block: Block) -> bool:
+        return block.parent is not None and not block.children
+
+    def _recount(self, block: Block) -> None:
+        self._account(block, block.measure() - block.nbytes)
+
+    def _account(self, block: Block, n_bytes: int) -> None:
+        """The one place where bytes are counted."""
+        block.nbytes += n_bytes
+        self.used_bytes += n_bytes
+        self.bytes_by_label[block.label] += n_bytes
+
+    def roots(self) -> list[Root]:
+        """The roots of all namespaces that hold anything."""
+        return list(self._roots.values())
+
+    def check(self) -> None:
+        """Audit everything; raise AssertionError naming what is wrong."""
+        audit(self)
