@@ -27,7 +27,7 @@ class BuiltInCodecs:
     """The codecs that come with the package."""
 
     @staticmethod
-    @hookimpl
+    @hookimpl(tryfirst=True)  # whoever wants one of their names is the one to be refused
     def kvcache_register_codecs(register: Any) -> None:
         from .codecs.registry import BUILT_IN
 
@@ -70,11 +70,8 @@ class Plugins:
     def call(self, hook: str, **arguments: Any) -> None:
         """Call a hook on one plugin after the other, so that one that fails harms no other."""
         everyone = self._manager.get_plugins()
-        for implementation in reversed(self._manager.hook.__getattribute__(hook).get_hookimpls()):
-            plugin = implementation.plugin
-            if plugin not in everyone:
-                continue
-            others = [other for other in everyone if other is not plugin]
+        for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
+            others = [other for other in everyone if other is not implementation.plugin]
             try:
                 self._manager.subset_hook_caller(hook, others)(**arguments)
             except Exception as error:

@@ -44,14 +44,20 @@ class CodecRegistry:
     def create_pair(self, settings: Settings) -> tuple[Codec, Codec]:
         """Make the codecs for keys and for values that the settings ask for.
 
+        They are one object where nothing sets them apart, so that keys and values that look alike
+        are packed together.
+
         Raises:
             CodecError: if there is none of that name.
         """
-        key_codec, value_codec = (
-            self.create(settings.codec, CodecOptions(bits or RECOMMENDED_BITS, settings.group_size))
+        key_options, value_options = (
+            CodecOptions(bits or RECOMMENDED_BITS, settings.group_size)
             for bits in (settings.key_bits, settings.value_bits)
         )
-        return key_codec, value_codec
+        key_codec = self.create(settings.codec, key_options)
+        if value_options == key_options:
+            return key_codec, key_codec
+        return key_codec, self.create(settings.codec, value_options)
 
     def create(self, name: str, options: CodecOptions) -> Codec:
         """Make a codec.

@@ -1,0 +1,227 @@
+"""The prefix store by itself: bytes, lookup, insert and fetch, against stock's class.
+
+    python -m benchmarks.bench_store [--quick]
+
+All ratios are against 16-bit KV. Every figure is measured in this run, the yardstick with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.models.cache as upstream
+import numpy as np
+from tqdm import tqdm
+
+import mlx_lm_kvcache_plugin
+from mlx_lm_kvcache_plugin.codecs.packing import Payload
+from mlx_lm_kvcache_plugin.patches.models_cache import PlainTensor, tensors_of
+from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
+
+from .report import Row, median_seconds, print_table, save
+from .samples import ModelShape, extend, real_prompt_cache
+from .stores import MODEL, held_by_chats, make_store, relative_error, sequence
+
+SMALL = ModelShape(layers=8, heads=4, head_dim=64)
+LARGE = ModelShape(layers=8, heads=4, head_dim=128)
+TINY = ModelShape(layers=1, heads=1, head_dim=64)
+
+
+def bytes_held(quick: bool) -> Iterator[Row]:
+    """Everything that 4,096 tokens take, index included, per byte of 16-bit KV."""
+    for bits, limit in ((8, 0.55), (4, 0.30)):
+        for shape in (SMALL, LARGE):
+            store, _ = make_store(kv_cache_bits=bits)
+            store.insert_cache(MODEL, sequence(4096), shape.prompt_cache(4096))
+            yield Row(
+                f"bytes per 16-bit byte, {bits} bits, head_dim {shape.head_dim}",
+                store.nbytes / (4096 * shape.token_bytes),
+                limit,
+                f"{store.nbytes:,} of {4096 * shape.token_bytes:,} bytes",
+            )
+
+
+def eight_chats(quick: bool) -> Iterator[Row]:
+    """Eight chats that share 3,000 of 3,200 tokens, against one of them."""
+    (one, all_), stock = (
+        held_by_chats(cache, SMALL)
+        for cache in (make_store(kv_cache_bits=4)[0], upstream.LRUPromptCache())
+    )
+    note = f"{all_:,} bytes; stock {stock[1] / stock[0]:.2f}x, {stock[1]:,} bytes"
+    yield Row("eight chats that share 3,000 of 3,200 tokens, to one", all_ / one, 1.7, note)
+
+
+def index_memory(quick: bool) -> Iterator[Row]:
+    """What the store takes beside the numbers themselves."""
+    store, cache = make_store(kv_cache_bits=4)
+    store.insert_cache(MODEL, sequence(16_384), TINY.prompt_cache(16_384))
+    payloads = [block.payload for block in cache.tree if isinstance(block.payload, Payload)]
+    numbers = sum(part.nbytes for p in payloads for parts in p.groups for part in parts)
+    yield Row("index memory, bytes a token", (store.nbytes - numbers) / 16_384, 24)
+
+
+def lookup(quick: bool) -> Iterator[Row]:
+    """A long sequence is stored; a request shares its first 100 tokens, or all of them."""
+    tokens = 16_384 if quick else 65_536
+    ids = sequence(tokens)
+    diverging = ids[:100] + sequence(tokens - 100, seed=1)
+    quarter, whole = (_lookup_seconds(ids[:n], diverging[:n]) for n in (tokens // 4, tokens))
+    stock = upstream.LRUPromptCache()
+    stock.insert_cache(MODEL, ids, TINY.prompt_cache(tokens))
+    stock_seconds = median_seconds(3, stock.fetch_nearest_cache, MODEL, diverging)
+    what = f"lookup, {tokens:,} tokens stored, 100 shared, to stock's time"
+    note = f"{whole[0] * 1e3:.2f} ms, stock {stock_seconds:.2f} s"
+    yield Row(what, whole[0] / stock_seconds, 1 / 500, note)
+    for shared, short, long in zip(("100", "all"), quarter, whole, strict=True):
+        note = f"{short * 1e3:.2f} and {long * 1e3:.2f} ms"
+        yield Row(f"lookup, 4x the tokens, {shared} shared, time", long / short, 6, note)
+
+
+def _lookup_seconds(ids: list[int], diverging: list[int]) -> tuple[float, float]:
+    """A fetch that shares 100 tokens, and a match of all without decoding them."""
+    store, cache = make_store(kv_cache_bits=4)
+    store.insert_cache(MODEL, ids, TINY.prompt_cache(len(ids)))
+    return (
+        median_seconds(21, store.fetch_nearest_cache, MODEL, diverging),
+        median_seconds(21, lambda: cache.tree.match(MODEL, np.array(ids))),
+    )
+
+
+def growing(quick: bool) -> Iterator[Row]:
+    """256 more tokens onto 16,384, against the first insert."""
+    tokens = 4096 if quick else 16_384
+    ids = sequence(tokens + 256)
+    firsts, ratios = [], []
+    for seed in range(3):
+        store, _ = make_store(kv_cache_bits=4)
+        caches = SMALL.prompt_cache(tokens, seed)
+        firsts.append(median_seconds(1, store.insert_cache, MODEL, ids[:tokens], caches))
+        extend(caches, 256)
+        more = median_seconds(1, store.insert_cache, MODEL, ids, caches)
+        ratios.append(more / firsts[-1])
+    what = f"inserting 256 more onto {tokens:,}, to the first insert's time"
+    note = f"first {statistics.median(firsts):.2f} s"
+    yield Row(what, statistics.median(ratios), 0.05, note)
+
+
+def partial_fetch(quick: bool) -> Iterator[Row]:
+    """A request that shares 200 of 4,096 tokens, against one that shares all."""
+    store, _ = make_store(kv_cache_bits=4)
+    ids = sequence(4096)
+    store.insert_cache(MODEL, ids, SMALL.prompt_cache(4096))
+    request = ids[:200] + sequence(3896, seed=1)
+    wholes, ratios = [], []
+    for _ in range(7):
+        wholes.append(median_seconds(1, store.fetch_nearest_cache, MODEL, ids))
+        part = median_seconds(1, store.fetch_nearest_cache, MODEL, request)
+        ratios.append(part / wholes[-1])
+    note = f"whole {statistics.median(wholes) * 1e3:.0f} ms"
+    what = "fetch of 200 of 4,096 tokens, to the whole fetch's time"
+    yield Row(what, statistics.median(ratios), 0.15, note)
+
+
+def fidelity(quick: bool) -> Iterator[Row]:
+    """The error of SmolLM2's keys and values for real text, affine beside rotated."""
+    tokens = 256 if quick else 1024
+    tensors: Any = tensors_of(real_prompt_cache(tokens))
+    sixteen_bit = [PlainTensor(tensor.array.astype(mx.float16)) for tensor in tensors]
+    for name, side, limit in (("keys", 0, 0.055), ("values", 1, 0.085)):
+        rotated, affine = (
+            relative_error(make_store(kv_cache_bits=4, kv_cache_codec=codec)[1],
+                           sixteen_bit[side::2], tokens)
+            for codec in ("rotated", "affine")
+        )  # fmt: skip
+        what = f"SmolLM2, {tokens:,} tokens, 4 bits rotated, relative error of {name}"
+        yield Row(what, rotated, limit, f"affine {affine:.3f}")
+
+
+def immutable_blocks(quick: bool) -> Iterator[Row]:
+    """Twenty turns of fetch, append, insert in bf16 at 8 bits: bytes that changed."""
+    store, cache = make_store(kv_cache_bits=8)
+    ids = sequence(500)
+    caches: Any = SMALL.prompt_cache(500)
+    store.insert_cache(MODEL, ids, caches)
+    before = leading_bytes(cache, 3)
+    for turn in range(20):
+        fetched, rest = store.fetch_nearest_cache(MODEL, [*ids, 1])
+        assert fetched is not None and len(rest) == 1
+        extend(fetched, 50)
+        ids = ids + sequence(50, seed=turn + 1)
+        store.insert_cache(MODEL, ids, fetched)
+    changed = sum(a != b for a, b in zip(before, leading_bytes(cache, 3), strict=True))
+    what = "bytes of the first blocks that twenty turns changed"
+    yield Row(what, changed, 0, f"of {len(before):,}")
+
+
+def leading_bytes(cache: PrefixCache, blocks: int) -> bytes:
+    """The payloads of the first blocks of the one sequence that is stored."""
+    found = b""
+    for block in cache.tree.match(MODEL, np.array(sequence(500))).blocks[:blocks]:
+        assert isinstance(block.payload, Payload)
+        found += b"".join(part.tobytes() for parts in block.payload.groups for part in parts)
+    return found
+
+
+def start_up(quick: bool) -> Iterator[Row]:
+    """What the start-up file adds to a start of Python that has nothing to do with mlx-lm."""
+    with tempfile.TemporaryDirectory() as folder:
+        bare, plugged = (_environment(Path(folder, name)) for name in ("bare", "plugged"))
+        package = Path(mlx_lm_kvcache_plugin.__file__).parent
+        (site_packages,) = plugged.parents[1].glob("lib/python*/site-packages")
+        shutil.copytree(package, site_packages / package.name)
+        (site_packages / f"{package.name}.pth").write_text(
+            f"import {package.name}; {package.name}.install()\n"
+        )
+        for python in (bare, plugged):
+            subprocess.run([python, "-c", "pass"], check=True)  # compiles what is to be imported
+        alone, added = [], []
+        for _ in range(30 if quick else 200):
+            alone.append(median_seconds(1, subprocess.run, [bare, "-c", "pass"]))
+            added.append(median_seconds(1, subprocess.run, [plugged, "-c", "pass"]) - alone[-1])
+    note = f"without {statistics.median(alone) * 1e3:.1f} ms"
+    yield Row("added to `python -c pass`, ms", statistics.median(added) * 1e3, 1, note)
+
+
+def _environment(folder: Path) -> Path:
+    """Make an empty virtual environment and return its interpreter."""
+    venv.create(folder, symlinks=True)
+    return folder / "bin" / "python"
+
+
+MEASURES: tuple[Callable[[bool], Iterator[Row]], ...] = (
+    bytes_held,
+    eight_chats,
+    index_memory,
+    lookup,
+    growing,
+    partial_fetch,
+    fidelity,
+    immutable_blocks,
+    start_up,
+)
+
+
+def main() -> int:
+    """Measure, print and save; 1 if a target was missed."""
+    parser = argparse.ArgumentParser(prog="benchmarks.bench_store", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="smaller inputs; nothing is saved")
+    quick = parser.parse_args().quick
+    rows = [row for measure in tqdm(MEASURES, unit="measure") for row in measure(quick)]
+    print_table(rows)
+    if not quick:
+        print(f"saved to {save('bench_store', rows)}")
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Prompt caches to measure with: random ones of any shape, and a real model's for real text."""
+
+from __future__ import annotations
+
+import functools
+import pydoc_data.topics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import load
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from demo.smollm2 import default_cache_dir, ensure_model
+
+TOPICS = ("class", "with", "typesmapping", "formatstrings", "try")
+"""Chapters of the Python reference, which every CPython ships as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The cache of a model: `layers` times keys and values of [1, heads, tokens, head_dim]."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: mx.Dtype = mx.bfloat16
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in 16-bit precision."""
+        return self.layers * 2 * self.heads * self.head_dim * 2
+
+    def prompt_cache(self, tokens: int, seed: int = 0) -> list[KVCache]:
+        """A cache of so many tokens, as upstream hands one in: padded to multiples of 256."""
+        mx.random.seed(seed)
+        return [self._layer(tokens) for _ in range(self.layers)]
+
+    def _layer(self, tokens: int) -> KVCache:
+        cache: Any = KVCache()
+        shape = (1, self.heads, tokens, self.head_dim)
+        cache.update_and_fetch(
+            mx.random.normal(shape).astype(self.dtype), mx.random.normal(shape).astype(self.dtype)
+        )
+        mx.eval(cache.keys, cache.values)
+        return cache
+
+
+def extend(caches: Sequence[Any], tokens: int) -> None:
+    """Append random tokens to every layer, as generating them would."""
+    for cache in caches:
+        _, heads, _, dim = cache.keys.shape
+        shape = (1, heads, tokens, dim)
+        cache.update_and_fetch(
+            mx.random.normal(shape).astype(cache.keys.dtype),
+            mx.random.normal(shape).astype(cache.keys.dtype),
+        )
+        mx.eval(cache.keys, cache.values)
+
+
+@functools.cache
+def smollm2() -> tuple[Any, Any]:
+    """The real SmolLM2-135M-Instruct in float32, and its tokenizer."""
+    loaded: Any = load(str(ensure_model(default_cache_dir())))
+    return loaded[0], loaded[1]
+
+
+def real_prompt_cache(tokens: int) -> list[Any]:
+    """What SmolLM2 computes for that many tokens of the Python reference."""
+    model, tokenizer = smollm2()
+    text = "\n".join(pydoc_data.topics.topics[name] for name in TOPICS)
+    ids = tokenizer.encode(text)[:tokens]
+    assert len(ids) == tokens, "the text is too short"
+    caches: list[Any] = make_prompt_cache(model)
+    for start in range(0, tokens, 256):
+        model(mx.array([ids[start : start + 256]]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+    return caches

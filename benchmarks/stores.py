@@ -1,0 +1,61 @@
+"""Our store as the server gets it, and what both benchmarks measure of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_lm_kvcache_plugin.patches.models_cache import PlainTensor
+from mlx_lm_kvcache_plugin.patches.prompt_cache import PrefixPromptCache
+from mlx_lm_kvcache_plugin.plugins import plugins
+from mlx_lm_kvcache_plugin.prefix_cache import BLOCK_TOKENS, PrefixCache
+from mlx_lm_kvcache_plugin.settings import Settings
+from mlx_lm_kvcache_plugin.store.budget import Budget
+
+from .samples import ModelShape
+
+MODEL = ("model", None, None)
+"""A key as the server makes them: model, adapter, draft model."""
+
+
+def make_store(
+    block_tokens: int = BLOCK_TOKENS, **options: Any
+) -> tuple[PrefixPromptCache, PrefixCache]:
+    """Our class as the server gets it, and the cache behind it, with room for everything."""
+    settings = Settings.resolve(options)
+    budget = Budget(limit_bytes=1 << 40)
+    cache = PrefixCache(settings, plugins().codecs(), budget, block_tokens=block_tokens)
+    return PrefixPromptCache(cache), cache
+
+
+def sequence(tokens: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    ids: list[int] = np.random.default_rng(seed).integers(0, 50_000, tokens).tolist()
+    return ids
+
+
+def held_by_chats(store: Any, shape: ModelShape) -> tuple[int, int]:
+    """Insert eight chats that share 3,000 of 3,200 tokens: bytes held after one and after all."""
+    held = []
+    for chat in range(8):
+        ids = sequence(3000) + sequence(200, seed=chat + 1)
+        store.insert_cache(MODEL, ids, shape.prompt_cache(3200))
+        held.append(store.nbytes)
+    return held[0], held[-1]
+
+
+def relative_error(cache: PrefixCache, tensors: Sequence[PlainTensor], tokens: int) -> float:
+    """|decoded - original| / |original|, the mean over layers."""
+    packer = cache.packer_for([tensor.spec for tensor in tensors])
+    block_tokens = cache.tree.block_tokens
+    payloads = packer.encode(tensors, 0, block_tokens, tokens // block_tokens)
+    errors = []
+    for tensor, decoded in zip(tensors, packer.decode(payloads, tokens), strict=True):
+        original = tensor.rows(0, tokens).astype(mx.float32)
+        difference = decoded.astype(mx.float32) - original
+        errors.append((mx.linalg.norm(difference) / mx.linalg.norm(original)).item())
+    return statistics.fmean(errors)
