@@ -21,7 +21,7 @@ from .codecs.base import Codec, CodecOptions
 from .codecs.packing import Packer, Payload, Tensor, TensorSpec
 from .codecs.raw import RawCodec
 from .codecs.registry import CodecRegistry
-from .events import Event, Evict, Hit, Insert, Miss
+from .events import Counters, Event, Evict, Hit, Insert, Miss
 from .settings import Settings
 from .store.blocks import Block, Match, Tokens
 from .store.budget import Budget
@@ -86,9 +86,13 @@ class PrefixCache:
         settings: codec, bits and group size.
         registry: where the codec is found.
         budget: what may be held.
-        emit: is told of every hit, miss, insert and eviction.
+        emit: is told of every event.
         max_sequences: how many sequences may be held; None for any number.
         block_tokens: tokens of a block.
+
+    Attributes:
+        tree: what is stored.
+        counters: sums over all events.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class PrefixCache:
         self.budget = budget
         self.max_sequences = max_sequences
         self.tree = BlockTree(block_tokens, limit_bytes=0)
+        self.counters = Counters()
         self._emit = emit
         self._packers: dict[Hashable, _Packers] = {}
         self._key_codec, self._value_codec = registry.create_pair(settings)
@@ -124,9 +129,9 @@ class PrefixCache:
         else:
             fetched = self._fetch_checkpoint(namespace, wanted)
         if fetched is None:
-            self._emit(Miss(len(tokens)))
+            self.record(Miss(len(tokens)))
         else:
-            self._emit(Hit(len(tokens), fetched.tokens, time.perf_counter() - begun))
+            self.record(Hit(len(tokens), fetched.tokens, time.perf_counter() - begun))
         return fetched
 
     def _fetch_tensors(self, namespace: Hashable, wanted: Tokens) -> Fetched | None:
@@ -234,7 +239,7 @@ class PrefixCache:
             self.tree.evict_sequences(self.max_sequences, Cause.COUNT)
         self._report_evictions()
         seconds = time.perf_counter() - begun
-        self._emit(Insert(tokens, insertion.tokens, insertion.added_tokens, seconds))
+        self.record(Insert(tokens, insertion.tokens, insertion.added_tokens, seconds))
         logger.debug(
             "prefix cache holds %d bytes: %d blocks, %d tokens",
             self.tree.used_bytes,
@@ -271,9 +276,14 @@ class PrefixCache:
         """Emit what was evicted since the last time, by cause."""
         for cause, blocks in self.tree.evicted_blocks.items():
             n_bytes = self.tree.evicted_bytes[cause]
-            self._emit(Evict(blocks, n_bytes, cause.value))
+            self.record(Evict(blocks, n_bytes, cause.value))
         self.tree.evicted_blocks.clear()
         self.tree.evicted_bytes.clear()
+
+    def record(self, event: Event) -> None:
+        """Count an event and pass it on."""
+        self.counters.count(event)
+        self._emit(event)
 
     # Models
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, can_trim_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from ..codecs.packing import TensorSpec
 from ..prefix_cache import Fetched
@@ -115,15 +115,16 @@ def _is_empty(cache: Any) -> bool:
         return False
 
 
-def caches_from(fetched: Fetched) -> LayerCaches | None:
-    """Upstream's cache objects for what was fetched; None if it cannot be used after all."""
+def caches_from(fetched: Fetched) -> LayerCaches:
+    """Upstream's cache objects for what was fetched."""
     if fetched.tensors is not None:
         pairs = zip(fetched.tensors[::2], fetched.tensors[1::2], strict=True)
         return [_plain_cache(keys[None], values[None]) for keys, values in pairs]
     assert isinstance(fetched.checkpoint, Snapshot)
     caches = fetched.checkpoint.restore()
-    if fetched.surplus_tokens and not cut(caches, fetched.surplus_tokens):
-        return None
+    for cache in leaves_of(caches) if fetched.surplus_tokens else ():
+        cut_tokens = cache.trim(fetched.surplus_tokens)
+        assert cut_tokens == fetched.surplus_tokens, "only what can be cut exactly is to be cut"
     return caches
 
 
@@ -134,14 +135,16 @@ def _plain_cache(keys: mx.array, values: mx.array) -> Any:
     return cache
 
 
-def cut(caches: LayerCaches, tokens: int) -> bool:
-    """Take the last tokens off every layer; False if one could not, and all are spoilt then.
+EXACTLY_TRIMMABLE = (KVCache, QuantizedKVCache, RotatingKVCache)
+"""Whose `trim` takes off what it was asked to, if `is_trimmable` says that it may, and leaves what
+goes on as if the rest had never been. `ChunkedKVCache` takes off less, `ConcatenateKVCache` appends
+behind what it should have forgotten."""
 
-    `trim` may take off less than asked (`ChunkedKVCache`), and need not check whether it may
-    (`RotatingKVCache`).
-    """
-    return can_trim_prompt_cache(caches) and all(
-        cache.trim(tokens) == tokens for cache in leaves_of(caches)
+
+def can_be_cut(caches: LayerCaches) -> bool:
+    """Whether every layer can be shortened to any number of tokens."""
+    return all(
+        type(cache) in EXACTLY_TRIMMABLE and cache.is_trimmable() for cache in leaves_of(caches)
     )
 
 
@@ -152,13 +155,13 @@ class Snapshot:
 
     Attributes:
         nbytes: everything it holds.
-        can_be_cut: whether all layers could be trimmed when it was taken.
+        can_be_cut: whether it can be shortened to any number of tokens once it is restored.
     """
 
     __slots__ = ("_layers", "can_be_cut", "nbytes")
 
     def __init__(self, caches: LayerCaches) -> None:
-        self.can_be_cut = can_trim_prompt_cache(caches)
+        self.can_be_cut = can_be_cut(caches)
         sizes: list[int] = [object.__sizeof__(self)]
         self._layers = [_freeze(_without_padding(cache), sizes.append) for cache in caches]
         self.nbytes = sum(sizes)

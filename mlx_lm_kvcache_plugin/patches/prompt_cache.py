@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..events import Error, Event
+from ..events import Error
 from ..prefix_cache import PrefixCache
 from .models_cache import LayerCaches, Snapshot, caches_from, computed_tokens, tensors_of
 
@@ -25,26 +25,22 @@ class PrefixPromptCache:
 
     Args:
         cache: where everything is kept; None to keep nothing.
-        emit: is told of errors.
     """
 
-    def __init__(
-        self, cache: PrefixCache | None, emit: Callable[[Event], None] = lambda event: None
-    ) -> None:
+    def __init__(self, cache: PrefixCache | None) -> None:
         self._cache = cache
-        self._emit = emit
         self._logged: set[tuple[str, str]] = set()
 
     def fetch_nearest_cache(
         self, model: Any, tokens: list[int]
     ) -> tuple[LayerCaches | None, list[int]]:
         """Cache objects for the longest stored prefix, and the tokens that are left: never none."""
-        if self._cache is not None:
-            with self._failing_softly("fetch"):
-                fetched = self._cache.fetch(model, tokens)
-                caches = caches_from(fetched) if fetched else None
-                if fetched and caches is not None:
-                    return caches, tokens[fetched.tokens :]
+        cache = self._cache
+        if cache is not None:
+            with self._failing_softly(cache, "fetch"):
+                fetched = cache.fetch(model, tokens)
+                if fetched is not None:
+                    return caches_from(fetched), tokens[fetched.tokens :]
         return None, tokens
 
     def insert_cache(
@@ -57,7 +53,7 @@ class PrefixPromptCache:
     ) -> None:
         """Store what the cache objects hold for the first of these tokens."""
         if self._cache is not None:
-            with self._failing_softly("insert"):
+            with self._failing_softly(self._cache, "insert"):
                 self._insert(self._cache, model, tokens, prompt_cache, cache_type)
 
     def _insert(
@@ -80,7 +76,7 @@ class PrefixPromptCache:
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Evict at once until no more than this is held."""
         if self._cache is not None:
-            with self._failing_softly("trim"):
+            with self._failing_softly(self._cache, "trim"):
                 self._cache.trim_to(n_sequences, n_bytes)
 
     def __len__(self) -> int:
@@ -104,13 +100,13 @@ class PrefixPromptCache:
         }
 
     @contextmanager
-    def _failing_softly(self, operation: str) -> Iterator[None]:
-        """Turn an exception into a log line, once for each cause, and a count."""
+    def _failing_softly(self, cache: PrefixCache, operation: str) -> Iterator[None]:
+        """Turn an exception into a log line, once for each kind, and a count."""
         try:
             yield
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            self._emit(Error(operation, cause))
+            cache.record(Error(operation, cause))
             known = (operation, type(error).__name__)
             if known not in self._logged:
                 self._logged.add(known)

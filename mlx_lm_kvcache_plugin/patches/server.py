@@ -125,13 +125,14 @@ class ServerPatch:
             def __init__(self, max_size: int = StockDefault(10), max_bytes: int = NO_LIMIT) -> None:
                 chosen = settings or Settings.resolve(None, os.environ)
                 cache = patch._build_cache(chosen, max_size, max_bytes)
-                super().__init__(cache, emit=_emit)
+                super().__init__(cache)
 
         return LRUPromptCache
 
     def _build_cache(self, settings: Settings, max_size: int, max_bytes: int) -> PrefixCache | None:
+        self._cache = None
         if settings.disabled:
-            self._cache = None
+            logger.info("prefix cache: disabled, every request is prefilled from its first token")
             return None
         budget = Budget(
             limit_bytes=None if settings.memory_mb is None else settings.memory_mb * MIB,
@@ -171,7 +172,6 @@ class ServerPatch:
     def _announce(self, model: Any) -> None:
         cache = self._cache() if self._cache else None
         if cache is None:
-            logger.info("prefix cache: disabled, every request is prefilled from its first token")
             return
         try:
             logger.info(announcement(cache, model))

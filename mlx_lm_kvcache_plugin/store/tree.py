@@ -235,6 +235,8 @@ class BlockTree:
         """Evict whole sequences until at most `n_sequences` are left; shared blocks stay."""
         while self.sequences.total() > n_sequences:
             node, count = self._victim(), self.sequences.total()
+            if node is None:
+                break
             while node is not None and self.sequences.total() == count:
                 parent = node.parent
                 self._evict(node, cause)
