@@ -1,4 +1,4 @@
-"""The worked timeline of docs/architecture.md: two chats that share a system prompt, step by step."""
+"""The worked timeline of docs/architecture.md: two chats sharing a system prompt, step by step."""
 
 from __future__ import annotations
 
