@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm_kvcache_plugin.patches.models_cache import PlainTensor, tensors_of
 
 from .report import machine, median_seconds
-from .samples import ModelShape, real_prompt_cache
+from .samples import TOPICS, ModelShape, read, topic_ids
 from .stores import MODEL, held_by_chats, make_store, relative_error, sequence
 
 SHAPE = ModelShape(layers=8, heads=4, head_dim=64)
@@ -37,7 +37,7 @@ def measure(block_tokens: int, real: list[PlainTensor]) -> tuple[float, ...]:
 
 def main() -> int:
     """Measure and print."""
-    tensors: Any = tensors_of(real_prompt_cache(1024))
+    tensors: Any = tensors_of(read(topic_ids(TOPICS[0], 1024)))
     real = [PlainTensor(tensor.array.astype(mx.float16)) for tensor in tensors]
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     print("block  bits/element  error K  error V  8 chats/1  insert s  fetch s")

@@ -29,7 +29,7 @@ from mlx_lm_kvcache_plugin.patches.models_cache import PlainTensor, tensors_of
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 
 from .report import Row, median_seconds, print_table, save
-from .samples import ModelShape, extend, real_prompt_cache
+from .samples import TOPICS, ModelShape, extend, read, topic_ids
 from .stores import MODEL, held_by_chats, make_store, relative_error, sequence
 
 SMALL = ModelShape(layers=8, heads=4, head_dim=64)
@@ -133,7 +133,7 @@ def partial_fetch(quick: bool) -> Iterator[Row]:
 def fidelity(quick: bool) -> Iterator[Row]:
     """The error of SmolLM2's keys and values for real text, affine beside rotated."""
     tokens = 256 if quick else 1024
-    tensors: Any = tensors_of(real_prompt_cache(tokens))
+    tensors: Any = tensors_of(read(topic_ids(TOPICS[0], tokens)))
     sixteen_bit = [PlainTensor(tensor.array.astype(mx.float16)) for tensor in tensors]
     for name, side, limit in (("keys", 0, 0.055), ("values", 1, 0.085)):
         rotated, affine = (

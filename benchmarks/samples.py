@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from demo.smollm2 import default_cache_dir, ensure_model
 
-TOPICS = ("class", "with", "typesmapping", "formatstrings", "try")
+TOPICS = ("string-methods", "compound", "debugger", "formatstrings")
 """Chapters of the Python reference, which every CPython ships as text."""
 
 
@@ -66,14 +66,19 @@ def smollm2() -> tuple[Any, Any]:
     return loaded[0], loaded[1]
 
 
-def real_prompt_cache(tokens: int) -> list[Any]:
-    """What SmolLM2 computes for that many tokens of the Python reference."""
-    model, tokenizer = smollm2()
-    text = "\n".join(pydoc_data.topics.topics[name] for name in TOPICS)
-    ids = tokenizer.encode(text)[:tokens]
-    assert len(ids) == tokens, "the text is too short"
+def topic_ids(topic: str, tokens: int) -> list[int]:
+    """The first tokens of a chapter of the Python reference."""
+    _, tokenizer = smollm2()
+    ids: list[int] = tokenizer.encode(pydoc_data.topics.topics[topic][: tokens * 8])[:tokens]
+    assert len(ids) == tokens, f"the chapter {topic!r} is too short"
+    return ids
+
+
+def read(ids: Sequence[int]) -> list[Any]:
+    """What SmolLM2 computes for these tokens."""
+    model, _ = smollm2()
     caches: list[Any] = make_prompt_cache(model)
-    for start in range(0, tokens, 256):
+    for start in range(0, len(ids), 256):
         model(mx.array([ids[start : start + 256]]), cache=caches)
         mx.eval([cache.state for cache in caches])
     return caches

@@ -1,0 +1,122 @@
+"""What a hit costs in fidelity: SmolLM2 goes on after a prefix that was stored and fetched.
+
+    python -m benchmarks.bench_fidelity [--quick]
+
+For each document the model reads a prefix, and its cache goes through the store. Then come, with
+the fetched cache and with the original one, the next tokens of the text (KL divergence, and how
+often the likeliest token is the same) and a greedy continuation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from tqdm import tqdm
+
+from mlx_lm_kvcache_plugin.patches.models_cache import caches_from, tensors_of
+
+from .report import machine
+from .samples import TOPICS, read, smollm2, topic_ids
+from .stores import MODEL, make_store
+
+SETTINGS = (("rotated", 8), ("affine", 8), ("rotated", 4), ("affine", 4))
+PREFIX_TOKENS = 1024
+SCORED_TOKENS = 128
+GREEDY_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One document under one setting.
+
+    Attributes:
+        kl: mean KL divergence of the next token from the original's, in nats.
+        top1: the share of positions whose likeliest token is the original's.
+        same_greedy: whether the greedy continuation is the original's.
+    """
+
+    kl: float
+    top1: float
+    same_greedy: bool
+
+
+def stored_and_fetched(caches: list[Any], ids: Sequence[int], codec: str, bits: int) -> list[Any]:
+    """A cache as a hit hands it out."""
+    _, cache = make_store(kv_cache_codec=codec, kv_cache_bits=bits)
+    tensors: Any = tensors_of(caches)
+    cache.insert(MODEL, ids, tensors, "assistant")
+    fetched = cache.fetch(MODEL, [*ids, 0])
+    assert fetched is not None and fetched.tokens == len(ids)
+    return caches_from(fetched)
+
+
+def logprobs_after(caches: list[Any], ids: Sequence[int]) -> mx.array:
+    """The log-probabilities that the model gives after each of `ids`: [tokens, vocabulary]."""
+    model, _ = smollm2()
+    logits = model(mx.array([list(ids)]), cache=caches)[0].astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    mx.eval(logprobs)
+    return logprobs
+
+
+def greedy(caches: list[Any], token: int) -> list[int]:
+    """The likeliest tokens after `token`."""
+    tokens = []
+    for _ in range(GREEDY_TOKENS):
+        token = int(mx.argmax(logprobs_after(caches, [token])[-1]).item())
+        tokens.append(token)
+    return tokens
+
+
+def back_to(caches: list[Any], tokens: int) -> list[Any]:
+    """Forget what came after the first `tokens`."""
+    for cache in caches:
+        cache.trim(cache.offset - tokens)
+    return caches
+
+
+def score(topic: str) -> dict[tuple[str, int], Score]:
+    """All settings on one document."""
+    ids = topic_ids(topic, PREFIX_TOKENS + SCORED_TOKENS)
+    prefix, rest = ids[:PREFIX_TOKENS], ids[PREFIX_TOKENS:]
+    original = read(prefix)
+    wanted = logprobs_after(original, rest)
+    wanted_greedy = greedy(back_to(original, PREFIX_TOKENS), rest[0])
+    back_to(original, PREFIX_TOKENS)
+    scores = {}
+    for codec, bits in SETTINGS:
+        fetched = stored_and_fetched(original, prefix, codec, bits)
+        found = logprobs_after(fetched, rest)
+        kl = (mx.exp(wanted) * (wanted - found)).sum(axis=-1).mean().item()
+        top1 = (mx.argmax(wanted, axis=-1) == mx.argmax(found, axis=-1)).mean().item()
+        same = greedy(back_to(fetched, PREFIX_TOKENS), rest[0]) == wanted_greedy
+        scores[codec, bits] = Score(float(kl), float(top1), same)
+    return scores
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="benchmarks.bench_fidelity", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one document")
+    topics = TOPICS[:1] if parser.parse_args().quick else TOPICS
+    scores = [score(topic) for topic in tqdm(topics, unit="document")]
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    print(f"SmolLM2-135M-Instruct, prefix {PREFIX_TOKENS}, {len(topics)} documents")
+    print("codec    bits       KL   top-1  same greedy tokens")
+    for codec, bits in SETTINGS:
+        found = [each[codec, bits] for each in scores]
+        kl = statistics.fmean(one.kl for one in found)
+        top1 = statistics.fmean(one.top1 for one in found)
+        same = sum(one.same_greedy for one in found)
+        print(f"{codec:8} {bits:4} {kl:8.5f} {top1:7.1%}  {same} of {len(found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
