@@ -18,12 +18,12 @@ import numpy as np
 
 from .codecs.affine import AffineCodec
 from .codecs.base import Codec, CodecOptions
-from .codecs.packing import Packer, Payload, Tensor, TensorSpec
+from .codecs.packing import Packer, Payload, SequencePacker, Tensor, TensorSpec
 from .codecs.raw import RawCodec
 from .codecs.registry import CodecRegistry
 from .events import Counters, Event, Evict, Hit, Insert, Miss
 from .settings import Settings
-from .store.blocks import Block, Match, Tokens
+from .store.blocks import Block, Tokens
 from .store.budget import Budget
 from .store.insertion import Insertion
 from .store.tree import BlockTree, Cause
@@ -68,14 +68,6 @@ class Fetched:
     surplus_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Packers:
-    """How the tensors of one namespace are encoded."""
-
-    blocks: Packer
-    tails: Packer
-
-
 class PrefixCache:
     """Past prefixes, encoded, shared block by block, within a budget.
 
@@ -111,7 +103,7 @@ class PrefixCache:
         self.tree = BlockTree(block_tokens, limit_bytes=0)
         self.counters = Counters()
         self._emit = emit
-        self._packers: dict[Hashable, _Packers] = {}
+        self._packers: dict[Hashable, SequencePacker] = {}
         self._key_codec, self._value_codec = registry.create_pair(settings)
         self._tail_codec: Codec = RawCodec()
         if settings.codec != RawCodec.name:
@@ -138,24 +130,12 @@ class PrefixCache:
         match = self.tree.match(namespace, wanted)
         if not match.tokens:
             return None
-        tensors = self._decode(self._packers[namespace], match)
+        payloads = [cast(Payload, block.payload) for block in match.blocks]
+        has_tail = match.blocks[-1].tokens < self.tree.block_tokens
+        tail_rows = match.rows if has_tail else 0
+        tensors = list(self._packers[namespace].decode(payloads, match.tokens, tail_rows))
         self.tree.touch(match.blocks[-1])
         return Fetched(match.tokens, tensors)
-
-    def _decode(self, packers: _Packers, match: Match) -> list[mx.array]:
-        payloads = [block.payload for block in match.blocks if isinstance(block.payload, Payload)]
-        whole, tails = payloads, payloads[:0]
-        if match.blocks[-1].tokens < self.tree.block_tokens:
-            whole, tails = payloads[:-1], payloads[-1:]
-        rows = match.tokens - (match.rows if tails else 0)
-        tensors = []
-        from_blocks = packers.blocks.decode(whole, rows) if whole else None
-        from_tail = packers.tails.decode(tails, match.rows) if tails else None
-        for _ in packers.blocks.specs:
-            pieces = [next(part) for part in (from_blocks, from_tail) if part is not None]
-            tensors.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1))
-            mx.eval(tensors[-1])  # one by one: the peak is what is handed over plus one tensor
-        return tensors
 
     def _fetch_checkpoint(self, namespace: Hashable, wanted: Tokens) -> Fetched | None:
         node, tokens = self.tree.find_checkpoint(namespace, wanted)
@@ -291,7 +271,7 @@ class PrefixCache:
         """How whole blocks of such tensors are encoded."""
         return Packer(specs, self._key_codec, self._value_codec)
 
-    def _packers_for(self, namespace: Hashable, specs: Sequence[TensorSpec]) -> _Packers:
+    def _packers_for(self, namespace: Hashable, specs: Sequence[TensorSpec]) -> SequencePacker:
         packers = self._packers.get(namespace)
         if packers is None or packers.blocks.specs != tuple(specs):
             # What is stored of a model that looks different now can never be used again.
@@ -299,7 +279,7 @@ class PrefixCache:
             for other in [name for name in self._packers if not self.tree.has(name)]:
                 del self._packers[other]
             tails = Packer(specs, self._tail_codec, self._tail_codec)
-            packers = self._packers[namespace] = _Packers(self.packer_for(specs), tails)
+            packers = self._packers[namespace] = SequencePacker(self.packer_for(specs), tails)
         return packers
 
 

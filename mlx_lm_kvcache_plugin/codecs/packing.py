@@ -154,6 +154,34 @@ class Packer:
         return tuple(part[place] for part in payload.groups[group])
 
 
+@dataclass(frozen=True, slots=True)
+class SequencePacker:
+    """Encodes whole blocks one way and tails another, and decodes a sequence of both."""
+
+    blocks: Packer
+    tails: Packer
+
+    def decode(
+        self, payloads: Sequence[Payload], tokens: int, tail_rows: int
+    ) -> Iterator[mx.array]:
+        """Yield each tensor's first tokens, evaluated: [heads, tokens, dim].
+
+        Args:
+            payloads: blocks, and the tail if any of its rows are wanted.
+            tokens: how many in all.
+            tail_rows: how many of them from the last payload, which is a tail then.
+        """
+        runs = [self.blocks.decode(payloads, tokens)]
+        if tail_rows:
+            whole, tail = payloads[:-1], payloads[-1:]
+            runs = [self.blocks.decode(whole, tokens - tail_rows)] if whole else []
+            runs.append(self.tails.decode(tail, tail_rows))
+        for pieces in zip(*runs, strict=True):
+            tensor = pieces[0] if len(pieces) == 1 else mx.concatenate(list(pieces), axis=1)
+            mx.eval(tensor)  # one by one: the peak is all that is handed over and one tensor more
+            yield tensor
+
+
 def _codec_for(spec: TensorSpec, codec: Codec) -> Codec:
     floating = mx.issubdtype(spec.dtype, mx.floating)
     return codec if floating and codec.group_size_for(spec.dim) is not None else _RAW

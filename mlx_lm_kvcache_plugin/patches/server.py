@@ -176,7 +176,7 @@ class ServerPatch:
         try:
             logger.info(announcement(cache, model))
         except Exception as error:
-            logger.warning("prefix cache: the model's layers are not known yet: %r", error)
+            logger.warning("prefix cache: nothing can be told about it yet: %r", error)
 
     def _bind_batch_generator(self, stock: Any, settings: Settings | None) -> type:
         patch = self
