@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from mlx_lm_kvcache_plugin.patches.models_cache import caches_from, tensors_of
 
-from .report import machine
+from .report import save
 from .samples import TOPICS, read, smollm2, topic_ids
 from .stores import MODEL, make_store
 
@@ -100,21 +100,32 @@ def score(topic: str) -> dict[tuple[str, int], Score]:
     return scores
 
 
+def summary(codec: str, bits: int, scores: Sequence[Score]) -> dict[str, Any]:
+    """One line of the table."""
+    return {
+        "codec": codec,
+        "bits": bits,
+        "kl": statistics.fmean(score.kl for score in scores),
+        "top1": statistics.fmean(score.top1 for score in scores),
+        "same_greedy": sum(score.same_greedy for score in scores),
+        "documents": len(scores),
+    }
+
+
 def main() -> int:
-    """Measure and print."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(prog="benchmarks.bench_fidelity", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one document")
-    topics = TOPICS[:1] if parser.parse_args().quick else TOPICS
-    scores = [score(topic) for topic in tqdm(topics, unit="document")]
-    print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    print(f"SmolLM2-135M-Instruct, prefix {PREFIX_TOKENS}, {len(topics)} documents")
-    print("codec    bits       KL   top-1  same greedy tokens")
-    for codec, bits in SETTINGS:
-        found = [each[codec, bits] for each in scores]
-        kl = statistics.fmean(one.kl for one in found)
-        top1 = statistics.fmean(one.top1 for one in found)
-        same = sum(one.same_greedy for one in found)
-        print(f"{codec:8} {bits:4} {kl:8.5f} {top1:7.1%}  {same} of {len(found)}")
+    parser.add_argument("--quick", action="store_true", help="one document; nothing is saved")
+    quick = parser.parse_args().quick
+    scores = [score(topic) for topic in tqdm(TOPICS[:1] if quick else TOPICS, unit="document")]
+    rows = [summary(*setting, [each[setting] for each in scores]) for setting in SETTINGS]
+    print(f"SmolLM2-135M-Instruct, {SCORED_TOKENS} tokens scored after {PREFIX_TOKENS}")
+    print(f"codec    bits       KL   top-1  same {GREEDY_TOKENS} greedy tokens")
+    for row in rows:
+        same = f"{row['same_greedy']} of {row['documents']}"
+        print(f"{row['codec']:8} {row['bits']:4} {row['kl']:8.5f} {row['top1']:7.1%}  {same}")
+    if not quick:
+        save("bench_fidelity", rows)
     return 0
 
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import venv
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ def main() -> int:
     rows = [row for measure in tqdm(MEASURES, unit="measure") for row in measure(quick)]
     print_table(rows)
     if not quick:
-        print(f"saved to {save('bench_store', rows)}")
+        save("bench_store", [asdict(row) | {"met": row.met} for row in rows])
     return 0 if all(row.met for row in rows) else 1
 
 

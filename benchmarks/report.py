@@ -7,8 +7,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -71,10 +71,10 @@ def print_table(rows: Sequence[Row]) -> None:
         print(f"{verdict} {row.what:<{width}} {value} {row.note}".rstrip())
 
 
-def save(name: str, rows: Sequence[Row]) -> Path:
-    """Write the figures to results/NAME.json."""
+def save(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the figures to results/NAME.json and say so."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    content = {"machine": machine(), "rows": [asdict(row) | {"met": row.met} for row in rows]}
+    content = {"machine": machine(), "rows": list(rows)}
     path.write_text(json.dumps(content, indent=1) + "\n")
-    return path
+    print(f"saved to {path}")

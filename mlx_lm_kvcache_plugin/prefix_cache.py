@@ -215,8 +215,9 @@ class PrefixCache:
         return True
 
     def _finish_insert(self, insertion: Insertion, tokens: int, begun: float) -> None:
+        self._evict_to_limit()  # what was spared while it was added to
         if self.max_sequences is not None:
-            self.tree.evict_sequences(self.max_sequences, Cause.COUNT)
+            self.tree.evict_sequences(max(0, self.max_sequences), Cause.COUNT)
         self._report_evictions()
         seconds = time.perf_counter() - begun
         self.record(Insert(tokens, insertion.tokens, insertion.added_tokens, seconds))
@@ -238,11 +239,14 @@ class PrefixCache:
         while True:
             before = self.tree.used_bytes
             self.tree.limit_bytes = self.budget.allowed_bytes(before)
-            cause = Cause.PRESSURE if self.budget.is_short else Cause.MEMORY
-            self.tree.evict_to(self.tree.limit_bytes, cause, keep)
+            self._evict_to_limit(keep)
             if self.tree.used_bytes == before or not self.budget.is_short:
                 break
         self._report_evictions()
+
+    def _evict_to_limit(self, keep: Block | None = None) -> None:
+        cause = Cause.PRESSURE if self.budget.is_short else Cause.MEMORY
+        self.tree.evict_to(self.tree.limit_bytes, cause, keep)
 
     def trim_to(self, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Evict at once until no more than this is held."""

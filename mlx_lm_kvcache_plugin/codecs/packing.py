@@ -204,7 +204,7 @@ def _encode_tensor(codec: Codec, x: mx.array, first: bool) -> list[Parts]:
 
 def _not_finite(codec: Codec, x: mx.array, encoded: Sequence[Parts]) -> list[int]:
     """The blocks whose numbers, or whose encoded numbers, are not all finite."""
-    if codec is _RAW:
+    if isinstance(codec, RawCodec):
         return []
     finite = np.array(mx.isfinite(x.astype(mx.float32).sum(axis=(1, 2, 3))))
     return [

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from .blocks import Block, descend
+from .blocks import Block
 
 if TYPE_CHECKING:
     from .tree import BlockTree
@@ -18,9 +20,8 @@ def audit(tree: BlockTree) -> None:
         AssertionError: naming what is wrong.
     """
     roots = tree.roots()
-    reached = [node for root in roots for node in descend(root)]
-    listed = list(tree)
-    assert len(set(reached)) == len(reached), "a node is reached twice"
+    reached = _reach(roots)
+    listed = list(islice(tree, len(tree) + 1))  # a circle has no end
     assert set(reached) == set(listed), "the tree and the recency list differ"
     assert len(listed) == len(tree), "the number of nodes is wrong"
     rank = {node: place for place, node in enumerate(listed)}
@@ -28,6 +29,18 @@ def audit(tree: BlockTree) -> None:
         _check_node(node, rank, tree.block_tokens)
     assert all(root.children for root in roots), "a root without children was kept"
     _check_counts(tree, [*roots, *reached])
+
+
+def _reach(roots: Sequence[Block]) -> list[Block]:
+    """All nodes below the roots."""
+    seen: set[Block] = set()
+    waiting = [child for root in roots for child in root.children.values()]
+    while waiting:
+        node = waiting.pop()
+        assert node not in seen, "a node is reached twice"
+        seen.add(node)
+        waiting += node.children.values()
+    return list(seen)
 
 
 def _check_node(node: Block, rank: dict[Block, int], block_tokens: int) -> None:

@@ -14,7 +14,7 @@ collide. The tree knows payloads by their `nbytes` alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,12 +115,3 @@ def common_run(one: Tokens, other: Tokens) -> int:
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
-
-
-def descend(root: Block) -> Iterator[Block]:
-    """All nodes below `root`."""
-    waiting = list(root.children.values())
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting += node.children.values()

@@ -90,4 +90,7 @@ class Insertion:
             self._tree.supersede(block)
         self._tree.touch(self.tip)
         if self.tip in self._tree and self.tip.payload is None and not self.tip.children:
-            self._tree.remove(self.tip)  # it was to bear a checkpoint that found no room
+            # It was to bear a checkpoint that found no room.
+            self._tree.remove(self.tip)
+            self._added.clear()
+            self.tokens = 0

@@ -166,8 +166,10 @@ class BlockTree:
         parent.children[key] = block
         if not self._make_room(block):
             del parent.children[key]
-            # The dict may have grown for nothing: lay it anew, so that its size stays counted.
+            # The dict may have grown for nothing: laid anew it is as small as can be.
             parent.children = {key: child for key, child in parent.children.items()}
+            if parent.nbytes:  # not so for a root that was to hold its first sequence
+                self._recount(parent)
             return None
         if isinstance(parent, Root):
             self._roots[parent.namespace] = parent
@@ -176,8 +178,8 @@ class BlockTree:
         self._recency.append(block)
         self._size += 1
         self.tokens += block.tokens
+        self._recount(parent)  # first: its dict may have shrunk, which was counted upon
         self._recount(block)
-        self._recount(parent)
         return block
 
     def touch(self, block: Block) -> None:
@@ -205,14 +207,14 @@ class BlockTree:
         self.tokens -= block.tokens
         self.sequences[block.label] -= 1
         self._account(block, -block.nbytes)
-        if not parent.children:
-            parent.children = {}  # An emptied dict would keep its size.
+        if parent.children:
+            return  # A dict does not shrink when something is taken out of it.
+        parent.children = {}
         self._recount(parent)
         if isinstance(parent, Root):
-            if not parent.children:
-                del self._roots[parent.namespace]
-                self._account(parent, -parent.nbytes)
-        elif not parent.children:
+            del self._roots[parent.namespace]
+            self._account(parent, -parent.nbytes)
+        else:
             self.sequences[parent.label] += 1
 
     def supersede(self, block: Block) -> None:
@@ -234,13 +236,16 @@ class BlockTree:
     def evict_sequences(self, n_sequences: int, cause: Cause) -> None:
         """Evict whole sequences until at most `n_sequences` are left; shared blocks stay."""
         while self.sequences.total() > n_sequences:
-            node, count = self._victim(), self.sequences.total()
+            count, node = self.sequences.total(), self._victim()
             if node is None:
                 break
             while node is not None and self.sequences.total() == count:
-                parent = node.parent
+                above = node.parent
                 self._evict(node, cause)
-                node = parent if parent is not None and self._is_leaf(parent) else None
+                while above is not None and above.parent is not None and above not in self:
+                    above = above.parent  # it went with the one below it
+                # What is left of the sequence goes too, if nothing else begins with it.
+                node = above if above is not None and self._is_leaf(above) else None
 
     def drop(self, namespace: Hashable, cause: Cause) -> None:
         """Evict all of a namespace."""
@@ -256,15 +261,18 @@ class BlockTree:
         return oldest if oldest is not None and not oldest.children else None
 
     def _evict(self, block: Block, cause: Cause) -> None:
-        self.evicted_blocks[cause] += 1
-        self.evicted_bytes[cause] += block.nbytes
+        blocks, n_bytes = self._size, self.used_bytes
         self.remove(block)
+        self.evicted_blocks[cause] += blocks - self._size
+        self.evicted_bytes[cause] += n_bytes - self.used_bytes
 
     def _make_room(self, block: Block) -> bool:
         """Evict until `block`, already linked but not yet counted, fits beside the rest."""
         parent = block.parent
         assert parent is not None
         needed_bytes = block.measure() + parent.measure() - parent.nbytes
+        if needed_bytes > self.limit_bytes:
+            return False  # before anything is evicted in vain
         self.evict_to(self.limit_bytes - needed_bytes, Cause.MEMORY)
         return self.used_bytes + needed_bytes <= self.limit_bytes
 
