@@ -27,10 +27,9 @@ def announcement(cache: PrefixCache, model: Any) -> str:
         layers = describe_layers(cache, layers_of(model))
     except Exception as error:  # a model that wants more than tokens: wait for its first request
         layers = f"its layers cannot be told beforehand ({type(error).__name__}: {error})"
-    limit_bytes = cache.budget.resolve(cache.tree.used_bytes)
     return (
         f"prefix cache: {codec}, blocks of {cache.tree.block_tokens} tokens; {layers}; "
-        f"limit {limit_bytes:,} bytes ({cache.budget.origin})"
+        f"{cache.budget.describe(cache.tree.used_bytes)}"
     )
 
 

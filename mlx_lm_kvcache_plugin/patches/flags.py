@@ -9,8 +9,11 @@ from typing import Any
 from ..errors import CodecError, SettingsError
 from ..hookspecs import hookimpl
 from ..plugins import plugins
-from ..settings import Settings
+from ..settings import OPTIONS, Settings
 from .arguments import add_options
+
+
+(CODEC,) = (option for option in OPTIONS if option.name == "kv_cache_codec")
 
 
 class BuiltInFlags:
@@ -29,6 +32,9 @@ class BuiltInFlags:
         try:
             settings = Settings.resolve(vars(args), os.environ)
             plugins().codecs().create_pair(settings)
-        except (SettingsError, CodecError) as error:
+        except SettingsError as error:
             parser.error(str(error))
+        except CodecError as error:
+            source = CODEC.flag if args.kv_cache_codec else f"environment variable {CODEC.variable}"
+            parser.error(f"{source}: {error}")
         args.kv_cache_settings = settings

@@ -78,6 +78,7 @@ class ServerPatch:
         self._stock = {name: getattr(module, name) for name in REBOUND}
         self._prompt_cache_bytes: int | None = None
         self._cache: weakref.ref[PrefixCache] | None = None
+        self._disabled = False
         self._generator: weakref.ref[Any] | None = None
 
     def apply(self) -> None:
@@ -131,13 +132,14 @@ class ServerPatch:
 
     def _build_cache(self, settings: Settings, max_size: int, max_bytes: int) -> PrefixCache | None:
         self._cache = None
+        self._disabled = settings.disabled
         if settings.disabled:
-            logger.info("prefix cache: disabled, every request is prefilled from its first token")
             return None
         budget = Budget(
             limit_bytes=None if settings.memory_mb is None else settings.memory_mb * MIB,
             percent=settings.memory_percent,
             ceiling=lambda: min(max_bytes, self._unclaimed_bytes()),
+            ceiling_origin="--prompt-cache-bytes, less what is being decoded with",
         )
         cache = PrefixCache(
             settings,
@@ -170,6 +172,9 @@ class ServerPatch:
         return ModelProvider
 
     def _announce(self, model: Any) -> None:
+        if self._disabled:
+            logger.info("prefix cache: disabled, every request is prefilled from its first token")
+            return
         cache = self._cache() if self._cache else None
         if cache is None:
             return

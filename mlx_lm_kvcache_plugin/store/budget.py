@@ -39,6 +39,7 @@ class Budget:
         limit_bytes: a fixed limit, or None.
         percent: a share of the available memory as a fraction, if there is no fixed limit.
         ceiling: a further limit in bytes that changes with time, or None for none.
+        ceiling_origin: whence that comes, in words.
         probe: asks for the machine's memory.
 
     Attributes:
@@ -51,12 +52,14 @@ class Budget:
         limit_bytes: int | None = None,
         percent: float | None = None,
         ceiling: Callable[[], int | None] = lambda: None,
+        ceiling_origin: str = "a ceiling",
         probe: Callable[[], Memory] = probe_memory,
     ) -> None:
         self._fixed_bytes = limit_bytes
         self._percent = percent
         self.origin = "a fixed limit"
         self._ceiling = ceiling
+        self._ceiling_origin = ceiling_origin
         self._probe = probe
         self._limit_bytes = limit_bytes
         self._is_short = False
@@ -79,6 +82,14 @@ class Budget:
             self._limit_bytes = int(available_bytes * percent)
             self.origin = f"{percent * 100:g}% of the {available_bytes:,} bytes available"
         return self._limit_bytes
+
+    def describe(self, used_bytes: int) -> str:
+        """Settle the limit, and tell it and whence it came."""
+        limit_bytes, origin = self.resolve(used_bytes), self.origin
+        ceiling = self._ceiling()
+        if ceiling is not None and ceiling < limit_bytes:
+            limit_bytes, origin = ceiling, self._ceiling_origin
+        return f"limit {limit_bytes:,} bytes ({origin})"
 
     def allowed_bytes(self, used_bytes: int) -> int:
         """What the store may hold now: within the limit, and leaving the reserve to others."""
