@@ -92,7 +92,7 @@ def _plugins() -> Iterator[Finding]:
 
     yield Finding("plugins", ", ".join(plugins().names()))
     for name, reason in plugins().set_aside.items():
-        yield Finding(f"plugin {name}", f"set aside: {reason}", fine=False)
+        yield Finding(f"plugin {name}", f"set aside, it takes no part: {reason}")
 
 
 def _settings() -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from . import hookspecs
+from .errors import KVCachePluginError
 from .hookspecs import PROJECT, hookimpl
 
 if TYPE_CHECKING:
@@ -74,8 +75,17 @@ class Plugins:
             others = [other for other in everyone if other is not implementation.plugin]
             try:
                 self._manager.subset_hook_caller(hook, others)(**arguments)
+            except SystemExit as error:
+                if hook == "kvcache_configure":  # `parser.error`
+                    raise
+                self._set_aside(implementation.plugin_name, hook, error)
             except Exception as error:
                 self._set_aside(implementation.plugin_name, hook, error)
+
+    def require(self, name: str) -> None:
+        """Raise a KVCachePluginError if a plugin was set aside."""
+        if name in self.set_aside:
+            raise KVCachePluginError(f"{name}: {self.set_aside[name]}")
 
     def codecs(self) -> CodecRegistry:
         """All codecs that the plugins register."""
@@ -93,7 +103,7 @@ class Plugins:
         else:
             self.register(plugin, entry_point.name)
 
-    def _set_aside(self, name: str, doing: str, error: Exception) -> None:
+    def _set_aside(self, name: str, doing: str, error: BaseException) -> None:
         logger.warning("plugin %r is set aside: %s failed: %r", name, doing, error)
         self.set_aside[name] = f"{doing} failed: {error!r}"
         if self._manager.has_plugin(name):

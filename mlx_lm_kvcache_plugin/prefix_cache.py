@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, cast
 
-import mlx.core as mx
 import numpy as np
 
 from .codecs.affine import AffineCodec
@@ -22,9 +22,10 @@ from .codecs.packing import Packer, Payload, SequencePacker, Tensor, TensorSpec
 from .codecs.raw import RawCodec
 from .codecs.registry import CodecRegistry
 from .events import Counters, Event, Evict, Hit, Insert, Miss
+from .fetched import Checkpoint, Fetched
 from .settings import Settings
 from .store.blocks import Block, Tokens
-from .store.budget import Budget
+from .store.budget import Budget, evict_to_limit, keep_within
 from .store.insertion import Insertion
 from .store.tree import BlockTree, Cause
 
@@ -40,39 +41,10 @@ TAIL_BITS = 8
 """Tails are encoded anew as they grow, and end up inside of blocks: they have to be near exact."""
 
 
-class Checkpoint(Protocol):
-    """The state of all layers at one position, as its maker left it."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether its maker can shorten it to fewer tokens once it is restored."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """What is known of a prompt's first tokens: either tensors or a checkpoint.
-
-    Attributes:
-        tokens: how many tokens it stands for.
-        tensors: keys and values of each layer in turn, [heads, tokens, dim], evaluated.
-        checkpoint: the state of all layers.
-        surplus_tokens: how many tokens the checkpoint has to be cut by.
-    """
-
-    tokens: int
-    tensors: list[mx.array] | None = None
-    checkpoint: Checkpoint | None = None
-    surplus_tokens: int = 0
-
-
 class PrefixCache:
-    """Past prefixes, encoded, shared block by block, within a budget.
+    """Past prefixes, encoded, shared block by block, within a budget. Owned by one thread.
 
-    Owned by one thread. A method that raises has changed nothing but the recency of what it
-    touched, and perhaps evicted something.
+    A method that raises has stored nothing.
 
     Args:
         settings: codec, bits and group size.
@@ -111,20 +83,34 @@ class PrefixCache:
 
     # Fetching
 
-    def fetch(self, namespace: Hashable, tokens: Sequence[int]) -> Fetched | None:
-        """The longest stored prefix of `tokens`, short of the last one: that has to be computed."""
+    def fetch(
+        self,
+        namespace: Hashable,
+        tokens: Sequence[int],
+        translate: Callable[[Fetched], Any] = lambda fetched: fetched,
+    ) -> Any:
+        """The longest stored prefix of `tokens`, short of the last one: that has to be computed.
+
+        Args:
+            namespace: sequences of different namespaces never meet.
+            tokens: of the prompt.
+            translate: makes of a `Fetched` what the caller wants; a failure of it is no hit.
+
+        Returns:
+            What `translate` made of it; None if nothing that the prompt begins with is stored.
+        """
         begun = time.perf_counter()
-        self.keep_within_budget()
         wanted = np.array(tokens, np.int64)[:-1]
-        if namespace in self._packers:
-            fetched = self._fetch_tensors(namespace, wanted)
-        else:
-            fetched = self._fetch_checkpoint(namespace, wanted)
+        fetch = self._fetch_tensors if namespace in self._packers else self._fetch_checkpoint
+        fetched = fetch(namespace, wanted)
+        result = translate(fetched) if fetched is not None else None
+        # Only now: what was just used is what should be left, if little may be.
+        self.keep_within_budget()
         if fetched is None:
             self.record(Miss(len(tokens)))
         else:
             self.record(Hit(len(tokens), fetched.tokens, time.perf_counter() - begun))
-        return fetched
+        return result
 
     def _fetch_tensors(self, namespace: Hashable, wanted: Tokens) -> Fetched | None:
         match = self.tree.match(namespace, wanted)
@@ -139,7 +125,8 @@ class PrefixCache:
 
     def _fetch_checkpoint(self, namespace: Hashable, wanted: Tokens) -> Fetched | None:
         node, tokens = self.tree.find_checkpoint(namespace, wanted)
-        longer, shared = self.tree.find_longer_checkpoint(namespace, wanted, _can_be_cut)
+        can_be_cut = attrgetter("can_be_cut")
+        longer, shared = self.tree.find_longer_checkpoint(namespace, wanted, can_be_cut)
         surplus = 0
         if longer is not None and shared > tokens:
             node, tokens = longer, shared
@@ -163,14 +150,16 @@ class PrefixCache:
             label: upstream's word for the kind of sequence.
         """
         begun = time.perf_counter()
-        self.keep_within_budget()
-        ids = np.array(tokens, np.int64)
-        packers = self._packers_for(namespace, [tensor.spec for tensor in tensors])
-        blocks, rest = divmod(len(ids), self.tree.block_tokens)
-        with Insertion(self.tree, namespace, ids, label) as insertion:
-            if self._add_blocks(insertion, packers.blocks, tensors, blocks):
-                self._add_tail(insertion, packers.tails, tensors, rest)
-        self._finish_insert(insertion, len(ids), begun)
+        with self._reporting_evictions():
+            keep_within(self.tree, self.budget)
+            ids = np.array(tokens, np.int64)
+            packers = self._packers_for(namespace, [tensor.spec for tensor in tensors])
+            blocks, rest = divmod(len(ids), self.tree.block_tokens)
+            with Insertion(self.tree, namespace, ids, label) as insertion:
+                if self._add_blocks(insertion, packers.blocks, tensors, blocks):
+                    self._add_tail(insertion, packers.tails, tensors, rest)
+            self._settle()
+        self._record_insert(len(ids), insertion.tokens, insertion.added_tokens, begun)
 
     def _add_blocks(
         self, insertion: Insertion, packer: Packer, tensors: Sequence[Tensor], blocks: int
@@ -178,13 +167,23 @@ class PrefixCache:
         """Add the missing ones of the first `blocks`; False once there is no room."""
         tokens = self.tree.block_tokens
         while (missing := blocks - insertion.tokens // tokens) > 0:
-            count = min(missing, BLOCKS_AT_ONCE)
+            count = min(missing, self._blocks_at_once(insertion))
+            if not count:
+                return False
             payloads = packer.encode(tensors, insertion.tokens, tokens, count)
-            self.keep_within_budget(insertion.tip)
+            keep_within(self.tree, self.budget, insertion.tip)
             for payload in payloads:
                 if not insertion.add(tokens, payload):
                     return False
         return True
+
+    def _blocks_at_once(self, insertion: Insertion) -> int:
+        """How many blocks to encode before any of them is stored: what has room, and not many."""
+        payload = insertion.tip.payload
+        if payload is None:
+            return 1  # the first one shows how large they are
+        room_bytes = self.tree.limit_bytes - insertion.path_bytes
+        return max(0, min(BLOCKS_AT_ONCE, room_bytes // payload.nbytes))
 
     def _add_tail(
         self, insertion: Insertion, packer: Packer, tensors: Sequence[Tensor], count: int
@@ -192,19 +191,34 @@ class PrefixCache:
         if count and not insertion.covers(count):
             insertion.add(count, packer.encode(tensors, insertion.tokens, count)[0])
 
+    def wants_checkpoint(self, namespace: Hashable, tokens: Sequence[int], nbytes: int) -> bool:
+        """Whether one of about that size would be new, which uses the old one, and have room."""
+        ids = np.array(tokens, np.int64)
+        node, position = self.tree.find_checkpoint(namespace, ids)
+        if node is not None and position == len(ids):
+            self.tree.touch(node)
+            return False
+        return nbytes <= self.budget.allowed_bytes(self.tree.used_bytes)
+
     def insert_checkpoint(
         self, namespace: Hashable, tokens: Sequence[int], checkpoint: Checkpoint, label: str
     ) -> None:
         """Store the state of all layers after exactly these tokens."""
         begun = time.perf_counter()
-        self.keep_within_budget()
-        ids = np.array(tokens, np.int64)
-        if self._packers.pop(namespace, None) is not None:
-            self.tree.drop(namespace, Cause.REPLACED)
-        with Insertion(self.tree, namespace, ids, label) as insertion:
-            if self._add_bearers(insertion, len(ids)) and not insertion.enter(0):
-                insertion.add(0, checkpoint)
-        self._finish_insert(insertion, len(ids), begun)
+        with self._reporting_evictions():
+            keep_within(self.tree, self.budget)
+            ids = np.array(tokens, np.int64)
+            if self._packers.pop(namespace, None) is not None:
+                self.tree.drop(namespace, Cause.REPLACED)
+            with Insertion(self.tree, namespace, ids, label) as insertion:
+                stored = self._add_bearers(insertion, len(ids)) and (
+                    insertion.enter(0) or insertion.add(0, checkpoint)
+                )
+            if stored and checkpoint.can_be_cut:
+                self._drop_shorter(namespace, ids, insertion.tip)
+            self._settle()
+        stored_tokens = len(ids) if stored else 0
+        self._record_insert(len(ids), stored_tokens, insertion.added_tokens, begun)
 
     def _add_bearers(self, insertion: Insertion, tokens: int) -> bool:
         """Add nodes without payload up to exactly `tokens`; False once there is no room."""
@@ -214,13 +228,40 @@ class PrefixCache:
                 return False
         return True
 
-    def _finish_insert(self, insertion: Insertion, tokens: int, begun: float) -> None:
-        self._evict_to_limit()  # what was spared while it was added to
+    def _drop_shorter(self, namespace: Hashable, ids: Tokens, longest: Block) -> None:
+        """Take out the checkpoints on the way to one that can be cut back to any of them."""
+        for node, _ in list(self.tree.checkpoints(namespace, ids)):
+            if node is not longest and cast(Checkpoint, node.payload).can_be_cut:
+                self.tree.remove(node)
+
+    def _settle(self) -> None:
+        """Evict what was spared while it was added to, and whole sequences beyond their number."""
+        evict_to_limit(self.tree, self.budget)
         if self.max_sequences is not None:
             self.tree.evict_sequences(max(0, self.max_sequences), Cause.COUNT)
-        self._report_evictions()
-        seconds = time.perf_counter() - begun
-        self.record(Insert(tokens, insertion.tokens, insertion.added_tokens, seconds))
+
+    def keep_within_budget(self) -> None:
+        """Evict what is more than may be held now."""
+        with self._reporting_evictions():
+            keep_within(self.tree, self.budget)
+
+    def trim_to(self, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Evict at once until no more than this is held."""
+        with self._reporting_evictions():
+            if n_bytes is not None:
+                self.tree.evict_to(max(0, n_bytes), Cause.TRIM)
+            if n_sequences is not None:
+                self.tree.evict_sequences(max(0, n_sequences), Cause.TRIM)
+
+    # Telling
+
+    def record(self, event: Event) -> None:
+        """Count an event and pass it on."""
+        self.counters.count(event)
+        self._emit(event)
+
+    def _record_insert(self, tokens: int, stored: int, new: int, begun: float) -> None:
+        self.record(Insert(tokens, stored, new, time.perf_counter() - begun))
         logger.debug(
             "prefix cache holds %d bytes: %d blocks, %d tokens",
             self.tree.used_bytes,
@@ -228,46 +269,17 @@ class PrefixCache:
             self.tree.tokens,
         )
 
-    # Keeping within bounds
-
-    def keep_within_budget(self, keep: Block | None = None) -> None:
-        """Ask what may be held now, and evict what is more, but not `keep`.
-
-        While the machine is short of memory it is asked again after each eviction, until it is
-        back above its reserve or nothing is left.
-        """
-        while True:
-            before = self.tree.used_bytes
-            self.tree.limit_bytes = self.budget.allowed_bytes(before)
-            self._evict_to_limit(keep)
-            if self.tree.used_bytes == before or not self.budget.is_short:
-                break
-        self._report_evictions()
-
-    def _evict_to_limit(self, keep: Block | None = None) -> None:
-        cause = Cause.PRESSURE if self.budget.is_short else Cause.MEMORY
-        self.tree.evict_to(self.tree.limit_bytes, cause, keep)
-
-    def trim_to(self, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Evict at once until no more than this is held."""
-        if n_bytes is not None:
-            self.tree.evict_to(max(0, n_bytes), Cause.TRIM)
-        if n_sequences is not None:
-            self.tree.evict_sequences(max(0, n_sequences), Cause.TRIM)
-        self._report_evictions()
-
-    def _report_evictions(self) -> None:
-        """Emit what was evicted since the last time, by cause."""
-        for cause, blocks in self.tree.evicted_blocks.items():
-            n_bytes = self.tree.evicted_bytes[cause]
-            self.record(Evict(blocks, n_bytes, cause.value))
-        self.tree.evicted_blocks.clear()
-        self.tree.evicted_bytes.clear()
-
-    def record(self, event: Event) -> None:
-        """Count an event and pass it on."""
-        self.counters.count(event)
-        self._emit(event)
+    @contextmanager
+    def _reporting_evictions(self) -> Iterator[None]:
+        """Record what is evicted inside, one event for each cause, also if it fails."""
+        try:
+            yield
+        finally:
+            blocks, n_bytes = dict(self.tree.evicted_blocks), dict(self.tree.evicted_bytes)
+            self.tree.evicted_blocks.clear()
+            self.tree.evicted_bytes.clear()
+            for cause in blocks:
+                self.record(Evict(blocks[cause], n_bytes[cause], cause.value))
 
     # Models
 
@@ -285,7 +297,3 @@ class PrefixCache:
             tails = Packer(specs, self._tail_codec, self._tail_codec)
             packers = self._packers[namespace] = SequencePacker(self.packer_for(specs), tails)
         return packers
-
-
-def _can_be_cut(checkpoint: Checkpoint) -> bool:
-    return checkpoint.can_be_cut

@@ -69,17 +69,34 @@ class Codec(Protocol):
         """
 
 
+def to_host(x: mx.array) -> Array:
+    """Copy an array out of MLX. numpy has no bfloat16: its bits travel as integers."""
+    return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+
+
+def from_host(array: Array, dtype: mx.Dtype) -> mx.array:
+    """Undo `to_host` for an array of that dtype."""
+    if dtype == mx.bfloat16:
+        return mx.array(array).view(dtype)
+    return mx.array(array, dtype=dtype)
+
+
 def largest_group_size(dim: int, most: int, sizes: Sequence[int]) -> int | None:
     """The largest of `sizes` up to `most` that divides `dim`, or None (also for a width of 0)."""
     fitting = [size for size in sizes if size <= most and dim and dim % size == 0]
     return max(fitting, default=None)
 
 
-def join_rows(blocks: Sequence[Parts], part: int, rows: int) -> mx.array:
+def rows_of(blocks: Sequence[Parts], part: int, rows: int) -> Array:
     """Put the rows of one part, each [heads, tokens, ...], one after the other, `rows` in all."""
     pieces, left = [], rows
     for parts in blocks:
         piece = parts[part][:, :left]
         pieces.append(piece)
         left -= piece.shape[1]
-    return mx.array(pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1))
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+
+
+def join_rows(blocks: Sequence[Parts], part: int, rows: int) -> mx.array:
+    """The same as an array of MLX."""
+    return mx.array(rows_of(blocks, part, rows))

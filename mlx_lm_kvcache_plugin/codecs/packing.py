@@ -16,7 +16,8 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from .base import Array, Codec, Parts
+from ..errors import CodecError
+from .base import Array, Codec, Parts, to_host
 from .raw import RawCodec
 
 _RAW = RawCodec()
@@ -121,7 +122,7 @@ class Packer:
             x = mx.unflatten(x, 1, (blocks, tokens)).swapaxes(0, 1)
             encoded.append(_encode_tensor(self.codecs[index], x, start == 0))
             for block in _not_finite(self.codecs[index], x, encoded[-1]):
-                exceptions[block][index] = np.array(_RAW.encode(x[block], first=False)[0])
+                exceptions[block][index] = to_host(x[block])
         return [
             tuple(np.stack(parts) for parts in zip(*of_block, strict=True))
             for of_block in zip(*encoded, strict=True)
@@ -176,9 +177,11 @@ class SequencePacker:
             whole, tail = payloads[:-1], payloads[-1:]
             runs = [self.blocks.decode(whole, tokens - tail_rows)] if whole else []
             runs.append(self.tails.decode(tail, tail_rows))
-        for pieces in zip(*runs, strict=True):
-            tensor = pieces[0] if len(pieces) == 1 else mx.concatenate(list(pieces), axis=1)
+        for spec, *pieces in zip(self.blocks.specs, *runs, strict=True):
+            tensor = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
             mx.eval(tensor)  # one by one: the peak is all that is handed over and one tensor more
+            if tensor.shape != (spec.heads, tokens, spec.dim) or tensor.dtype != spec.dtype:
+                raise CodecError(f"a codec decoded {tensor.dtype} {tensor.shape}, not {spec}")
             yield tensor
 
 

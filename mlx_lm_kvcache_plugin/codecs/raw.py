@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .base import CodecOptions, Parts, join_rows
+from .base import CodecOptions, Parts, from_host, rows_of
 
 
 class RawCodec:
@@ -25,4 +25,4 @@ class RawCodec:
         return (x.view(mx.uint16) if x.dtype == mx.bfloat16 else x,)
 
     def decode(self, blocks: Sequence[Parts], rows: int, dtype: mx.Dtype) -> mx.array:
-        return join_rows(blocks, 0, rows).view(dtype)
+        return from_host(rows_of(blocks, 0, rows), dtype)

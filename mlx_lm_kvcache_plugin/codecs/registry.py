@@ -63,9 +63,12 @@ class CodecRegistry:
         """Make a codec.
 
         Raises:
-            CodecError: if there is none of that name.
+            CodecError: if there is none of that name, or it does not take the options.
         """
         if name not in self._factories:
             known = ", ".join(self._factories)
             raise CodecError(f"there is no codec named {name!r}; there are {known}")
-        return self._factories[name](options)
+        try:
+            return self._factories[name](options)
+        except Exception as error:
+            raise CodecError(f"codec {name!r} cannot be made with {options}: {error}") from error

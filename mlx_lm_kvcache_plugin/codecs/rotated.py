@@ -41,7 +41,7 @@ def rotate(x: mx.array) -> mx.array:
 def unrotate(x: mx.array) -> mx.array:
     """Undo `rotate`."""
     dim = x.shape[-1]
-    if dim % 5 == 0 or dim % 7 == 0:  # Those built on 20 and 28 are not symmetric.
+    if hadamard_applies(dim) and (dim % 5 == 0 or dim % 7 == 0):  # built on 20 or 28: asymmetric
         return x @ rotate(mx.eye(dim)).T
     return rotate(x)
 

@@ -14,7 +14,7 @@ from ..prefix_cache import PrefixCache
 from .models_cache import LayerCaches, leaves_of, tensors_of
 
 
-def announcement(cache: PrefixCache, model: Any) -> str:
+def announcement(cache: PrefixCache, model: Any, draft_model: Any | None = None) -> str:
     """Codec, bits, group size, block size, what happens to the layers, and the limit."""
     settings = cache.settings
     codec = f"codec {settings.codec}"
@@ -24,7 +24,10 @@ def announcement(cache: PrefixCache, model: Any) -> str:
             f"group size {settings.group_size}"
         )
     try:
-        layers = describe_layers(cache, layers_of(model))
+        caches = layers_of(model)
+        if draft_model is not None:
+            caches += layers_of(draft_model)
+        layers = describe_layers(cache, caches)
     except Exception as error:  # a model that wants more than tokens: wait for its first request
         layers = f"its layers cannot be told beforehand ({type(error).__name__}: {error})"
     return (
@@ -57,6 +60,8 @@ def describe_layers(cache: PrefixCache, caches: LayerCaches) -> str:
     text = f"{quantized} of {len(caches)} layers quantized"
     for reason, count in Counter(reasons.values()).items():
         text += f", {count} tensors raw: {reason}"
+    for dim, group_size in sorted(other_group_sizes(packer, cache.settings.group_size).items()):
+        text += f", groups of {group_size} for a width of {dim}"
     return text
 
 
@@ -67,6 +72,15 @@ def raw_reasons(packer: Packer) -> dict[int, str]:
         for index, (spec, codec) in enumerate(zip(packer.specs, packer.codecs, strict=True))
         if isinstance(codec, RawCodec) and spec.dim
     }
+
+
+def other_group_sizes(packer: Packer, asked: int) -> dict[int, int]:
+    """The group sizes that are used where the one that was asked for does not divide the width."""
+    used = {
+        spec.dim: codec.group_size_for(spec.dim)
+        for spec, codec in zip(packer.specs, packer.codecs, strict=True)
+    }
+    return {dim: size for dim, size in used.items() if size and size != asked}
 
 
 def _reason(spec: TensorSpec) -> str:

@@ -12,7 +12,6 @@ from ..plugins import plugins
 from ..settings import OPTIONS, Settings
 from .arguments import add_options
 
-
 (CODEC,) = (option for option in OPTIONS if option.name == "kv_cache_codec")
 
 

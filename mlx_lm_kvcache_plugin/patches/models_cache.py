@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
+from ..codecs.base import from_host, to_host
 from ..codecs.packing import TensorSpec
-from ..prefix_cache import Fetched
+from ..errors import KVCachePluginError
+from ..fetched import Fetched
 
 LayerCaches = list[Any]
 """Upstream's prompt cache: one cache object for each layer."""
@@ -55,12 +56,12 @@ class QuantizedTensor:
         return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
 
 
-Tensor = PlainTensor | QuantizedTensor
+KVTensor = PlainTensor | QuantizedTensor
 
 
-def tensors_of(caches: LayerCaches) -> list[Tensor] | None:
+def tensors_of(caches: LayerCaches) -> list[KVTensor] | None:
     """Keys and values of each layer in turn; None if a layer is of another kind."""
-    tensors: list[Tensor] = []
+    tensors: list[KVTensor] = []
     for cache in caches:
         if type(cache) not in (KVCache, QuantizedKVCache) or cache.keys is None:
             return None
@@ -89,26 +90,26 @@ def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def computed_tokens(caches: LayerCaches, key_tokens: int) -> int | None:
-    """How many tokens the layers really stand for; None if they do not agree on it.
+    """How many tokens the layers really stand for; None if they do not agree, or for none.
 
     The layers' offsets are to be believed, and not the key: speculative decoding stores its
     caches under a key that is longer than they are, and its draft layers may lag behind.
     """
-    plain = tensors_of(caches) is not None
-    offsets = {
-        cache.offset
-        for cache in leaves_of(caches)
-        if isinstance(getattr(cache, "offset", None), int) and not _is_empty(cache)
-    }
+    filled = [cache for cache in leaves_of(caches) if not _is_empty(cache)]
+    if not filled:
+        return None
+    offsets = {cache.offset for cache in filled if isinstance(getattr(cache, "offset", None), int)}
     if not offsets:
         return key_tokens
-    if plain:
+    if tensors_of(caches) is not None:
         return int(min(key_tokens, *offsets))
     agreed = int(offsets.pop())
     return None if offsets or agreed > key_tokens else agreed
 
 
 def _is_empty(cache: Any) -> bool:
+    if isinstance(cache, ArraysCache):  # which only looks at its first slot
+        return all(array is None for array in cache.cache)
     try:
         return bool(cache.empty())
     except (AttributeError, NotImplementedError):
@@ -118,13 +119,15 @@ def _is_empty(cache: Any) -> bool:
 def caches_from(fetched: Fetched) -> LayerCaches:
     """Upstream's cache objects for what was fetched."""
     if fetched.tensors is not None:
-        pairs = zip(fetched.tensors[::2], fetched.tensors[1::2], strict=True)
-        return [_plain_cache(keys[None], values[None]) for keys, values in pairs]
+        tensors = [tensor[None] for tensor in fetched.tensors]
+        mx.eval(tensors)  # a lazy array could not be evaluated on another thread
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        return [_plain_cache(keys, values) for keys, values in pairs]
     assert isinstance(fetched.checkpoint, Snapshot)
     caches = fetched.checkpoint.restore()
     for cache in leaves_of(caches) if fetched.surplus_tokens else ():
-        cut_tokens = cache.trim(fetched.surplus_tokens)
-        assert cut_tokens == fetched.surplus_tokens, "only what can be cut exactly is to be cut"
+        if cache.trim(fetched.surplus_tokens) != fetched.surplus_tokens:
+            raise KVCachePluginError(f"a {type(cache).__name__} could not be cut as it should")
     return caches
 
 
@@ -163,7 +166,7 @@ class Snapshot:
     def __init__(self, caches: LayerCaches) -> None:
         self.can_be_cut = can_be_cut(caches)
         sizes: list[int] = [object.__sizeof__(self)]
-        self._layers = [_freeze(_without_padding(cache), sizes.append) for cache in caches]
+        self._layers = [_freeze(cache, sizes.append) for cache in caches]
         self.nbytes = sum(sizes)
 
     def restore(self) -> LayerCaches:
@@ -181,7 +184,7 @@ def _without_padding(cache: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _HostArray:
-    """An array of MLX in host memory; numpy has no bfloat16, so its bits travel as integers."""
+    """An array of MLX in host memory, and the dtype that it had."""
 
     array: Any
     dtype: mx.Dtype
@@ -197,9 +200,9 @@ class _HostObject:
 
 def _freeze(value: Any, count: Callable[[int], None]) -> Any:
     """Copy a value to host memory, arrays and cache objects inside of it too."""
+    value = _without_padding(value)
     if isinstance(value, mx.array):
-        bits = value.view(mx.uint16) if value.dtype == mx.bfloat16 else value
-        frozen: Any = _HostArray(np.array(bits), value.dtype)
+        frozen: Any = _HostArray(to_host(value), value.dtype)
         count(sys.getsizeof(frozen.array))
     elif isinstance(value, list | tuple):
         frozen = type(value)(_freeze(item, count) for item in value)
@@ -217,8 +220,8 @@ def _freeze(value: Any, count: Callable[[int], None]) -> Any:
 def _thaw(frozen: Any) -> Any:
     """Undo `_freeze`."""
     if isinstance(frozen, _HostArray):
-        array = mx.array(frozen.array).view(frozen.dtype)
-        mx.eval(array)  # a lazy one could not be evaluated on another thread
+        array = from_host(frozen.array, frozen.dtype)
+        mx.eval(array)
         return array
     if isinstance(frozen, _HostObject):
         value: Any = object.__new__(frozen.kind)

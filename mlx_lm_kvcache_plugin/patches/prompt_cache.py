@@ -38,9 +38,12 @@ class PrefixPromptCache:
         cache = self._cache
         if cache is not None:
             with self._failing_softly(cache, "fetch"):
-                fetched = cache.fetch(model, tokens)
-                if fetched is not None:
-                    return caches_from(fetched), tokens[fetched.tokens :]
+                found = cache.fetch(
+                    model, tokens, lambda fetched: (caches_from(fetched), fetched.tokens)
+                )
+                if found is not None:
+                    caches, hit_tokens = found
+                    return caches, tokens[hit_tokens:]
         return None, tokens
 
     def insert_cache(
@@ -70,7 +73,7 @@ class PrefixPromptCache:
         tensors = tensors_of(caches)
         if tensors is not None:
             cache.insert(model, tokens[:computed], tensors, cache_type)
-        else:
+        elif cache.wants_checkpoint(model, tokens[:computed], sum(c.nbytes for c in caches)):
             cache.insert_checkpoint(model, tokens[:computed], Snapshot(caches), cache_type)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:

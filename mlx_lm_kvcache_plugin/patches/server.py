@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..errors import KVCachePluginError
 from ..plugins import plugins
 from ..prefix_cache import PrefixCache
 from ..settings import MIB, Settings
@@ -61,6 +62,7 @@ def check_shape(module: ModuleType) -> None:
     shape.require_parameters(
         module.ModelProvider, {"load": ("model_path", "adapter_path", "draft_model_path")}
     )
+    shape.require_names(module.BatchGenerator, ["prompt_cache_nbytes"])
     shape.require_use(module.main, ["argparse", "ModelProvider"])
     shape.require_use(module.run, ["LRUPromptCache"])
     shape.require_use(module.ResponseGenerator._generate, ["BatchGenerator"])
@@ -85,15 +87,23 @@ class ServerPatch:
         """Add the flags; switch on at once if a variable asks for it."""
         self._module.argparse = argparse_namespace(  # type: ignore[attr-defined]
             COMMAND,
-            add=lambda group: plugins().call("kvcache_add_arguments", group=group, command=COMMAND),
+            add=self._add_arguments,
             configure=self._configure,
             mark_defaults=frozenset({"prompt_cache_size"}),
         )
         if Settings.is_requested(os.environ):
             self._switch_on(None)
 
+    def _add_arguments(self, group: Any) -> None:
+        plugins().call("kvcache_add_arguments", group=group, command=COMMAND)
+        plugins().require(BuiltInFlags.NAME)  # without them the group is taken back
+
     def _configure(self, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         plugins().call("kvcache_configure", args=args, command=COMMAND, parser=parser)
+        try:
+            plugins().require(BuiltInFlags.NAME)
+        except KVCachePluginError as error:
+            parser.error(str(error))  # never the stock cache for someone who asked for ours
         settings: Settings | None = getattr(args, "kv_cache_settings", None)
         self._prompt_cache_bytes = getattr(args, "prompt_cache_bytes", None)
         if settings is not None and settings.requested:
@@ -118,7 +128,8 @@ class ServerPatch:
 
         class LRUPromptCache(PrefixPromptCache):
             def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-                if mx.distributed.init().size() > 1:
+                chosen = settings or Settings.resolve(None, os.environ)
+                if mx.distributed.init().size() > 1 and not chosen.disabled:
                     logger.warning("prefix cache: off, since it does not serve several ranks yet")
                     return stock(*args, **kwargs)
                 return super().__new__(cls)
@@ -140,6 +151,7 @@ class ServerPatch:
             percent=settings.memory_percent,
             ceiling=lambda: min(max_bytes, self._unclaimed_bytes()),
             ceiling_origin="--prompt-cache-bytes, less what is being decoded with",
+            relieve=mx.clear_cache,
         )
         cache = PrefixCache(
             settings,
@@ -166,12 +178,12 @@ class ServerPatch:
                 before = self.model_key
                 loaded = super().load(*args, **kwargs)
                 if self.model_key != before:
-                    patch._announce(self.model)
+                    patch._announce(self.model, getattr(self, "draft_model", None))
                 return loaded
 
         return ModelProvider
 
-    def _announce(self, model: Any) -> None:
+    def _announce(self, model: Any, draft_model: Any | None) -> None:
         if self._disabled:
             logger.info("prefix cache: disabled, every request is prefilled from its first token")
             return
@@ -179,7 +191,7 @@ class ServerPatch:
         if cache is None:
             return
         try:
-            logger.info(announcement(cache, model))
+            logger.info(announcement(cache, model, draft_model))
         except Exception as error:
             logger.warning("prefix cache: nothing can be told about it yet: %r", error)
 

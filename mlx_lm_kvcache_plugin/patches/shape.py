@@ -12,11 +12,11 @@ from typing import Any
 from ..errors import PatchRefused
 
 
-def require_names(module: ModuleType, names: Collection[str]) -> None:
-    """Refuse a module that lacks one of these names."""
-    missing = sorted(name for name in names if not hasattr(module, name))
+def require_names(owner: ModuleType | type, names: Collection[str]) -> None:
+    """Refuse a module or a class that lacks one of these names."""
+    missing = sorted(name for name in names if not hasattr(owner, name))
     if missing:
-        raise PatchRefused(f"{module.__name__} has no {', '.join(missing)}")
+        raise PatchRefused(f"{owner.__name__} has no {', '.join(missing)}")
 
 
 def require_use(function: Any, names: Collection[str]) -> None:

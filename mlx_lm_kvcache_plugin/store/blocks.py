@@ -108,10 +108,3 @@ class Match:
     blocks: tuple[Block, ...] = ()
     rows: int = 0
     tokens: int = 0
-
-
-def common_run(one: Tokens, other: Tokens) -> int:
-    """How many tokens two sequences begin with alike."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    return int(differs.argmax()) if differs.any() else length

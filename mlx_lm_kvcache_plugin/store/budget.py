@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import psutil
 
+from .blocks import Block
+from .tree import BlockTree, Cause
+
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
 
 GIB = 1 << 30
@@ -25,6 +28,11 @@ class Memory:
         """What is left to others whatever the limit says: 1 GiB, or 5% where that is more."""
         return max(GIB, self.total_bytes // 20)
 
+    @property
+    def spare_bytes(self) -> int:
+        """What is available above the reserve; less than nothing when memory is short."""
+        return self.available_bytes - self.reserve_bytes
+
 
 def probe_memory() -> Memory:
     """Ask the system."""
@@ -41,6 +49,7 @@ class Budget:
         ceiling: a further limit in bytes that changes with time, or None for none.
         ceiling_origin: whence that comes, in words.
         probe: asks for the machine's memory.
+        relieve: gives back memory that others hold for nothing, before anything is evicted.
 
     Attributes:
         origin: whence the limit came, in words.
@@ -54,6 +63,7 @@ class Budget:
         ceiling: Callable[[], int | None] = lambda: None,
         ceiling_origin: str = "a ceiling",
         probe: Callable[[], Memory] = probe_memory,
+        relieve: Callable[[], object] = lambda: None,
     ) -> None:
         self._fixed_bytes = limit_bytes
         self._percent = percent
@@ -61,6 +71,7 @@ class Budget:
         self._ceiling = ceiling
         self._ceiling_origin = ceiling_origin
         self._probe = probe
+        self._relieve = relieve
         self._limit_bytes = limit_bytes
         self._is_short = False
 
@@ -100,7 +111,10 @@ class Budget:
         if ceiling is not None:
             limit_bytes = min(limit_bytes, ceiling)
         memory = self._probe()
-        spare_bytes = memory.available_bytes - memory.reserve_bytes
+        if memory.spare_bytes < 0:
+            self._relieve()
+            memory = self._probe()
+        spare_bytes = memory.spare_bytes
         self._log_episode(spare_bytes, memory)
         return max(0, min(limit_bytes, used_bytes + spare_bytes))
 
@@ -119,3 +133,22 @@ class Budget:
                 memory.reserve_bytes / GIB,
             )
         self._is_short = is_short
+
+
+def keep_within(tree: BlockTree, budget: Budget, keep: Block | None = None) -> None:
+    """Ask what may be held now, and evict what is more, but not `keep` and its path.
+
+    While the machine is short of memory it is asked again after each eviction, until it is back
+    above its reserve or nothing is left.
+    """
+    while True:
+        before = tree.used_bytes
+        tree.limit_bytes = budget.allowed_bytes(before)
+        evict_to_limit(tree, budget, keep)
+        if tree.used_bytes == before or not budget.is_short:
+            break
+
+
+def evict_to_limit(tree: BlockTree, budget: Budget, keep: Block | None = None) -> None:
+    """Evict down to the limit that was asked for last."""
+    tree.evict_to(tree.limit_bytes, Cause.PRESSURE if budget.is_short else Cause.MEMORY, keep)

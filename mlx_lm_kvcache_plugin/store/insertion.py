@@ -22,6 +22,7 @@ class Insertion:
     Attributes:
         tip: the deepest node of the sequence so far, perhaps the root.
         tokens: how many tokens lead to it.
+        path_bytes: what the nodes from below the root to it hold.
     """
 
     def __init__(self, tree: BlockTree, namespace: Hashable, tokens: Tokens, label: str) -> None:
@@ -32,6 +33,7 @@ class Insertion:
         self._sequence = tokens
         self._label = label
         self._added: list[Block] = []
+        self.path_bytes = sum(block.nbytes for block in path)
 
     @property
     def added_tokens(self) -> int:
@@ -63,6 +65,7 @@ class Insertion:
         if block is None:
             return False
         self._added.append(block)
+        self.path_bytes += block.nbytes
         self._advance(block, count)
         return True
 
@@ -88,9 +91,10 @@ class Insertion:
             return
         for block in self._added:
             self._tree.supersede(block)
+        if self.tip not in self._tree:
+            return
         self._tree.touch(self.tip)
-        if self.tip in self._tree and self.tip.payload is None and not self.tip.children:
+        if self.tip.payload is None and not self.tip.children:
             # It was to bear a checkpoint that found no room.
             self._tree.remove(self.tip)
             self._added.clear()
-            self.tokens = 0

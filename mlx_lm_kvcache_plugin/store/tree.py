@@ -1,17 +1,15 @@
-"""The tree of blocks: finding, adding, evicting, and the count of what it all takes."""
+"""The tree of blocks: adding, evicting, and the count of what it all takes."""
 
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any
-
-import numpy as np
+from collections import Counter
+from collections.abc import Hashable, Iterator
 
 from .audit import audit
-from .blocks import CHECKPOINT, TOKEN_BYTES, Block, Match, Root, Sized, Tokens, common_run
+from .blocks import Block, Root, Sized
 from .eviction import RecencyList
+from .lookup import Lookup
 
 
 class Cause(enum.Enum):
@@ -29,7 +27,7 @@ class Cause(enum.Enum):
     """The model behind a namespace changed its shape."""
 
 
-class BlockTree:
+class BlockTree(Lookup):
     """The blocks of all namespaces, and what they hold.
 
     Owned by one thread. At every moment `used_bytes <= limit_bytes` unless the limit was just
@@ -49,7 +47,7 @@ class BlockTree:
     """
 
     def __init__(self, block_tokens: int, limit_bytes: int) -> None:
-        self.block_tokens = block_tokens
+        super().__init__(block_tokens)
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.sequences: Counter[str] = Counter()
@@ -57,7 +55,6 @@ class BlockTree:
         self.evicted_blocks: Counter[Cause] = Counter()
         self.evicted_bytes: Counter[Cause] = Counter()
         self.tokens = 0
-        self._roots: dict[Hashable, Root] = {}
         self._recency: RecencyList[Block] = RecencyList()
         self._size = 0
 
@@ -65,90 +62,9 @@ class BlockTree:
         """The number of nodes below the roots."""
         return self._size
 
-    def __contains__(self, block: Block) -> bool:
-        return block.parent is not None and block.parent.children.get(block.key) is block
-
-    def has(self, namespace: Hashable) -> bool:
-        """Whether anything is stored of a namespace."""
-        return namespace in self._roots
-
     def __iter__(self) -> Iterator[Block]:
         """All nodes below the roots, from the least to the most recently used."""
         return iter(self._recency)
-
-    # Looking up changes nothing.
-
-    def walk(self, namespace: Hashable, tokens: Tokens) -> list[Block]:
-        """The complete blocks that `tokens` begin with, in order."""
-        node: Block | None = self._roots.get(namespace)
-        found: list[Block] = []
-        data, width = tokens.tobytes(), self.block_tokens * TOKEN_BYTES
-        for start in range(0, len(data) - width + 1, width):
-            node = node.children.get(data[start : start + width]) if node else None
-            if node is None:
-                break
-            found.append(node)
-        return found
-
-    def match(self, namespace: Hashable, tokens: Tokens) -> Match:
-        """The longest stored run that `tokens` begin with, to the token."""
-        path = self.walk(namespace, tokens)
-        node: Block | None = path[-1] if path else self._roots.get(namespace)
-        whole = len(path) * self.block_tokens
-        if node is not None:
-            child, rows = self.longest_run(node, tokens[whole:])
-            if child is not None:
-                return Match((*path, child), rows, whole + rows)
-        return Match(tuple(path), self.block_tokens if path else 0, whole)
-
-    def longest_run(self, node: Block, tokens: Tokens) -> tuple[Block | None, int]:
-        """The child of `node` that agrees with the longest run of `tokens`, and its length."""
-        best: Block | None = None
-        most = 0
-        first = tokens[:1].tobytes()
-        for key, child in node.children.items():
-            if first and key.startswith(first):
-                rows = common_run(np.frombuffer(key, np.int64), tokens)
-                if rows > most:
-                    best, most = child, rows
-        return best, most
-
-    def find_checkpoint(self, namespace: Hashable, tokens: Tokens) -> tuple[Block | None, int]:
-        """The checkpoint that stands for the most of the first `tokens`, and for how many."""
-        path: list[Block] = self.walk(namespace, tokens)
-        for depth in range(len(path), -1, -1):
-            node = path[depth - 1] if depth else self._roots.get(namespace)
-            start = depth * self.block_tokens
-            rest = tokens[start:].tobytes()
-            if node is not None:
-                bearers = [c for key, c in node.children.items() if key and rest.startswith(key)]
-                for bearer in sorted(bearers, key=lambda block: -block.tokens):
-                    if CHECKPOINT in bearer.children:
-                        return bearer.children[CHECKPOINT], start + bearer.tokens
-        return None, 0
-
-    def find_longer_checkpoint(
-        self, namespace: Hashable, tokens: Tokens, accept: Callable[[Any], bool]
-    ) -> tuple[Block | None, int]:
-        """A near checkpoint beyond the longest stored run of `tokens`, and the run's length.
-
-        Args:
-            accept: whether a checkpoint's payload will do.
-        """
-        match = self.match(namespace, tokens)
-        waiting = deque(match.blocks[-1:])
-        while waiting:
-            node = waiting.popleft()
-            if not node.key and node.payload is not None and accept(node.payload):
-                return node, match.tokens
-            waiting += node.children.values()
-        return None, 0
-
-    def root(self, namespace: Hashable) -> Root:
-        """The node that sequences of a namespace begin under; kept once something is added."""
-        return self._roots.get(namespace) or Root(namespace)
-
-    # Changing.
 
     def add(self, parent: Block, key: bytes, payload: Sized | None, label: str) -> Block | None:
         """Store a node below `parent`, evicting what is older than its path to make room.
@@ -165,11 +81,7 @@ class BlockTree:
         assert key not in parent.children, "blocks are immutable"
         parent.children[key] = block
         if not self._make_room(block):
-            del parent.children[key]
-            # The dict may have grown for nothing: laid anew it is as small as can be.
-            parent.children = {key: child for key, child in parent.children.items()}
-            if parent.nbytes:  # not so for a root that was to hold its first sequence
-                self._recount(parent)
+            self._take_back(block, parent_was_leaf)
             return None
         if isinstance(parent, Root):
             self._roots[parent.namespace] = parent
@@ -181,6 +93,21 @@ class BlockTree:
         self._recount(parent)  # first: its dict may have shrunk, which was counted upon
         self._recount(block)
         return block
+
+    def _take_back(self, block: Block, parent_was_leaf: bool) -> None:
+        """Undo the link to a node that found no room; its siblings may have gone meanwhile."""
+        parent = block.parent
+        assert parent is not None
+        del parent.children[block.key]
+        # The dict may have grown for nothing: laid anew it is as small as can be.
+        parent.children = {key: child for key, child in parent.children.items()}
+        if not parent.nbytes:
+            return  # a root that was to hold its first sequence
+        self._recount(parent)
+        if not parent.children and not parent_was_leaf:
+            self._lose_last_child(parent)
+            if parent.payload is None and not isinstance(parent, Root):
+                self.remove(parent)
 
     def touch(self, block: Block) -> None:
         """Mark the path of a node as just used, from the leaf to the root."""
@@ -207,10 +134,12 @@ class BlockTree:
         self.tokens -= block.tokens
         self.sequences[block.label] -= 1
         self._account(block, -block.nbytes)
-        if parent.children:
-            return  # A dict does not shrink when something is taken out of it.
-        parent.children = {}
-        self._recount(parent)
+        if not parent.children:  # A dict does not shrink before it is empty.
+            parent.children = {}
+            self._recount(parent)
+            self._lose_last_child(parent)
+
+    def _lose_last_child(self, parent: Block) -> None:
         if isinstance(parent, Root):
             del self._roots[parent.namespace]
             self._account(parent, -parent.nbytes)
@@ -287,10 +216,6 @@ class BlockTree:
         block.nbytes += n_bytes
         self.used_bytes += n_bytes
         self.bytes_by_label[block.label] += n_bytes
-
-    def roots(self) -> list[Root]:
-        """The roots of all namespaces that hold anything."""
-        return list(self._roots.values())
 
     def check(self) -> None:
         """Audit everything; raise AssertionError naming what is wrong."""
