@@ -50,7 +50,7 @@ def held_by_chats(store: Any, shape: ModelShape) -> tuple[int, int]:
 
 def relative_error(cache: PrefixCache, tensors: Sequence[PlainTensor], tokens: int) -> float:
     """|decoded - original| / |original|, the mean over layers."""
-    packer = cache.packer_for([tensor.spec for tensor in tensors])
+    packer = cache.packers.for_specs([tensor.spec for tensor in tensors]).blocks
     block_tokens = cache.tree.block_tokens
     payloads = packer.encode(tensors, 0, block_tokens, tokens // block_tokens)
     errors = []

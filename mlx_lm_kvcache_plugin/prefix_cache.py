@@ -16,11 +16,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from .codecs.affine import AffineCodec
-from .codecs.base import Codec, CodecOptions
-from .codecs.packing import Packer, Payload, SequencePacker, Tensor, TensorSpec
-from .codecs.raw import RawCodec
+from .codecs.packing import Payload, Tensor, TensorSpec
 from .codecs.registry import CodecRegistry
+from .codecs.sequence import SequencePacker, SequencePackers
 from .events import Counters, Event, Evict, Hit, Insert, Miss
 from .fetched import Checkpoint, Fetched
 from .settings import Settings
@@ -36,9 +34,6 @@ BLOCK_TOKENS = 128
 
 BLOCKS_AT_ONCE = 16
 """How many blocks are encoded in one go: few calls, and little that is not yet counted."""
-
-TAIL_BITS = 8
-"""Tails are encoded anew as they grow, and end up inside of blocks: they have to be near exact."""
 
 
 class PrefixCache:
@@ -57,6 +52,7 @@ class PrefixCache:
     Attributes:
         tree: what is stored.
         counters: sums over all events.
+        packers: how the tensors of a model are encoded.
     """
 
     def __init__(
@@ -74,12 +70,9 @@ class PrefixCache:
         self.max_sequences = max_sequences
         self.tree = BlockTree(block_tokens, limit_bytes=0)
         self.counters = Counters()
+        self.packers = SequencePackers(settings, registry)
         self._emit = emit
         self._packers: dict[Hashable, SequencePacker] = {}
-        self._key_codec, self._value_codec = registry.create_pair(settings)
-        self._tail_codec: Codec = RawCodec()
-        if settings.codec != RawCodec.name:
-            self._tail_codec = AffineCodec(CodecOptions(TAIL_BITS, settings.group_size))
 
     # Fetching
 
@@ -117,9 +110,7 @@ class PrefixCache:
         if not match.tokens:
             return None
         payloads = [cast(Payload, block.payload) for block in match.blocks]
-        has_tail = match.blocks[-1].tokens < self.tree.block_tokens
-        tail_rows = match.rows if has_tail else 0
-        tensors = list(self._packers[namespace].decode(payloads, match.tokens, tail_rows))
+        tensors = list(self._packers[namespace].decode(payloads, match.tokens))
         self.tree.touch(match.blocks[-1])
         return Fetched(match.tokens, tensors)
 
@@ -156,25 +147,26 @@ class PrefixCache:
             packers = self._packers_for(namespace, [tensor.spec for tensor in tensors])
             blocks, rest = divmod(len(ids), self.tree.block_tokens)
             with Insertion(self.tree, namespace, ids, label) as insertion:
-                if self._add_blocks(insertion, packers.blocks, tensors, blocks):
-                    self._add_tail(insertion, packers.tails, tensors, rest)
+                if self._add_blocks(insertion, packers, tensors, blocks):
+                    self._add_tail(insertion, packers, tensors, rest)
             self._settle()
-        self._record_insert(len(ids), insertion.tokens, insertion.added_tokens, begun)
+        self._record_insert(len(ids), insertion.stored_tokens, insertion.added_tokens, begun)
 
     def _add_blocks(
-        self, insertion: Insertion, packer: Packer, tensors: Sequence[Tensor], blocks: int
+        self, insertion: Insertion, packers: SequencePacker, tensors: Sequence[Tensor], blocks: int
     ) -> bool:
         """Add the missing ones of the first `blocks`; False once there is no room."""
         tokens = self.tree.block_tokens
         while (missing := blocks - insertion.tokens // tokens) > 0:
-            count = min(missing, self._blocks_at_once(insertion))
+            before = _encodings_of(insertion.relative(tokens))
+            count = min(missing, self._blocks_at_once(insertion), 1 if before else BLOCKS_AT_ONCE)
             if not count:
                 return False
-            payloads = packer.encode(tensors, insertion.tokens, tokens, count)
+            packer = packers.for_block(before)
+            payloads = packer.encode(tensors, insertion.tokens, tokens, count, before)
             keep_within(self.tree, self.budget, insertion.tip)
-            for payload in payloads:
-                if not insertion.add(tokens, payload):
-                    return False
+            if not all(insertion.add(tokens, payload) for payload in payloads):
+                return False
         return True
 
     def _blocks_at_once(self, insertion: Insertion) -> int:
@@ -186,10 +178,13 @@ class PrefixCache:
         return max(0, min(BLOCKS_AT_ONCE, room_bytes // payload.nbytes))
 
     def _add_tail(
-        self, insertion: Insertion, packer: Packer, tensors: Sequence[Tensor], count: int
+        self, insertion: Insertion, packers: SequencePacker, tensors: Sequence[Tensor], count: int
     ) -> None:
         if count and not insertion.covers(count):
-            insertion.add(count, packer.encode(tensors, insertion.tokens, count)[0])
+            before = _encodings_of(insertion.relative(count))
+            insertion.add(
+                count, packers.tails.encode(tensors, insertion.tokens, count, 1, before)[0]
+            )
 
     def wants_checkpoint(self, namespace: Hashable, tokens: Sequence[int], nbytes: int) -> bool:
         """Whether one of about that size would be new, which uses the old one, and have room."""
@@ -217,7 +212,7 @@ class PrefixCache:
             if stored and checkpoint.can_be_cut:
                 self._drop_shorter(namespace, ids, insertion.tip)
             self._settle()
-        stored_tokens = len(ids) if stored else 0
+        stored_tokens = len(ids) if stored and insertion.tip in self.tree else 0
         self._record_insert(len(ids), stored_tokens, insertion.added_tokens, begun)
 
     def _add_bearers(self, insertion: Insertion, tokens: int) -> bool:
@@ -281,12 +276,6 @@ class PrefixCache:
             for cause in blocks:
                 self.record(Evict(blocks[cause], n_bytes[cause], cause.value))
 
-    # Models
-
-    def packer_for(self, specs: Sequence[TensorSpec]) -> Packer:
-        """How whole blocks of such tensors are encoded."""
-        return Packer(specs, self._key_codec, self._value_codec)
-
     def _packers_for(self, namespace: Hashable, specs: Sequence[TensorSpec]) -> SequencePacker:
         packers = self._packers.get(namespace)
         if packers is None or packers.blocks.specs != tuple(specs):
@@ -294,6 +283,10 @@ class PrefixCache:
             self.tree.drop(namespace, Cause.REPLACED)
             for other in [name for name in self._packers if not self.tree.has(name)]:
                 del self._packers[other]
-            tails = Packer(specs, self._tail_codec, self._tail_codec)
-            packers = self._packers[namespace] = SequencePacker(self.packer_for(specs), tails)
+            packers = self._packers[namespace] = self.packers.for_specs(specs)
         return packers
+
+
+def _encodings_of(block: Block | None) -> int:
+    """How often the rows that were fetched from a block had gone through the codec for blocks."""
+    return block.payload.encodings if block and isinstance(block.payload, Payload) else 0

@@ -15,6 +15,7 @@ from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
 from mlx_lm_kvcache_plugin.errors import CodecError
 from mlx_lm_kvcache_plugin.events import Event, Evict, Hit, Insert, Miss
+from mlx_lm_kvcache_plugin.fetched import Fetched
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.settings import KV_CACHE_BITS, Settings
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, Memory
@@ -239,6 +240,17 @@ def test_blocks_are_encoded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     asked = rows_read(tensors, monkeypatch)
     cache.insert(MODEL, range(4 * 40), tensors, "assistant")
     assert sorted(set(asked)) == [(0, 4), (4, 68), (68, 132), (132, 160)]
+
+
+def test_what_has_no_room_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work for a prompt much larger than the budget is that for what is kept of it."""
+    cache = make_cache(limit_bytes=10_000, block_tokens=4)
+    tensors = tensors_for(range(4000), **TINY)
+    asked = rows_read(tensors, monkeypatch)
+    cache.insert(MODEL, range(4000), tensors, "assistant")
+    cache.tree.check()
+    kept = fetch(cache, range(4000))
+    assert 20 <= kept <= max(stop for _, stop in asked) < kept + 4 * 16
 
 
 def test_what_is_shared_is_stored_once() -> None:
@@ -485,6 +497,35 @@ def test_a_checkpoint_that_can_be_cut_serves_less_too() -> None:
     assert fetched.surplus_tokens == 0
 
 
+def test_a_checkpoint_that_can_be_cut_makes_shorter_ones_needless() -> None:
+    """A chat that grows is one checkpoint; those that cannot be made of it stay."""
+    cache = make_cache()
+    lengths = {6: True, 9: False, 13: True, 21: True}
+    for length, can_be_cut in lengths.items():
+        point = Point(tuple(range(length)), can_be_cut)
+        cache.insert_checkpoint(MODEL, range(length), point, "user")
+        cache.tree.check()
+    other = Point((*range(6), 50), can_be_cut=True)
+    cache.insert_checkpoint(MODEL, other.tokens, other, "user")
+    points = [block.payload for block in cache.tree if isinstance(block.payload, Point)]
+    assert sorted(len(point.tokens) for point in points) == [7, 9, 21]
+    assert [fetch(cache, [*range(length), -1]) for length in lengths] == [6, 9, 13, 21]
+
+
+def test_a_checkpoint_is_wanted_if_it_is_new_and_has_room() -> None:
+    """Asked before a whole cache is copied; one that is there already is used by the question."""
+    cache = make_cache(limit_bytes=5000)
+    for model in ("one", "other"):
+        cache.insert_checkpoint(model, range(6), Point(tuple(range(6))), "user")
+    assert not cache.wants_checkpoint("one", range(6), 300)
+    assert cache.wants_checkpoint("one", range(5), 300)
+    assert cache.wants_checkpoint("one", range(7), 5000)
+    assert not cache.wants_checkpoint("one", range(7), 5001)
+    assert cache.wants_checkpoint("third", range(6), 300)
+    cache.trim_to(n_sequences=1)
+    assert cache.tree.has("one") and not cache.tree.has("other")
+
+
 def test_a_checkpoint_that_is_used_is_kept() -> None:
     """A hit makes it the most recent one, cut or whole."""
     for wanted in (range(7), range(5)):
@@ -613,6 +654,25 @@ def test_a_crash_in_a_fetch_changes_nothing(call: int, monkeypatch: pytest.Monke
     assert fetched is not None and is_what_was_computed(fetched, range(11))
 
 
+def test_a_hit_is_one_when_it_can_be_handed_over() -> None:
+    """The caller gets what it made of it; what it could not make anything of is no hit."""
+    events = Events()
+    cache = make_cache(emit=events.append)
+    insert(cache, range(10), **TINY)
+    before = state_of(cache)
+    assert cache.fetch(MODEL, range(11), lambda fetched: f"{fetched.tokens} tokens") == "10 tokens"
+    assert len(events.of(Hit)) == 1
+
+    def fail(fetched: Fetched) -> None:
+        raise Crash
+
+    with pytest.raises(Crash):
+        cache.fetch(MODEL, range(11), fail)
+    assert cache.fetch("other", range(11), fail) is None
+    assert len(events.of(Hit)) == len(events.of(Miss)) == 1
+    assert state_of(cache) == before
+
+
 # The budget
 
 
@@ -738,6 +798,33 @@ def test_memory_that_runs_short_during_an_insert(call: int) -> None:
     insert(cache, range(8 + 4 * 40), **TINY)
     assert calls >= call
     assert cache.tree.used_bytes <= cache.tree.limit_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("max_sequences", "enough_for"), [(0, 1000), (None, 1), (None, 2), (None, 3)]
+)
+def test_what_went_at_once_is_not_told_as_stored(
+    max_sequences: int | None, enough_for: int
+) -> None:
+    """The event says what is there when the insert is done: nothing, if nothing may be.
+
+    Memory is enough for the first few probes, and short from then on.
+    """
+    events, machine, calls = Events(), Machine(), 0
+    budget = Budget(limit_bytes=GIB, probe=machine.probe)
+    cache = make_cache(budget=budget, emit=events.append, max_sequences=max_sequences)
+
+    def run_short() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > enough_for:
+            machine.available_bytes = 0
+
+    machine.before_probing = run_short
+    insert(cache, range(4 * 20), **TINY)
+    assert len(cache.tree) == 0
+    (told,) = events.of(Insert)
+    assert (told.stored_tokens, told.new_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])

@@ -16,7 +16,6 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..errors import CodecError
 from .base import Array, Codec, Parts, to_host
 from .raw import RawCodec
 
@@ -48,14 +47,28 @@ class Payload:
     Attributes:
         groups: for each group of like tensors the parts, stacked along a new first axis.
         exceptions: tensors, by index, that were kept raw for once, [heads, tokens, dim].
+        tokens: how many it stands for.
+        is_near_exact: whether it was encoded as tails are.
+        encodings: how often the numbers of any of its rows went through the codec for blocks.
         nbytes: everything this object holds, its Python objects included.
     """
 
-    __slots__ = ("exceptions", "groups", "nbytes")
+    __slots__ = ("encodings", "exceptions", "groups", "is_near_exact", "nbytes", "tokens")
 
-    def __init__(self, groups: tuple[Parts, ...], exceptions: dict[int, Array]) -> None:
+    def __init__(
+        self,
+        groups: tuple[Parts, ...],
+        exceptions: dict[int, Array],
+        tokens: int,
+        *,
+        is_near_exact: bool,
+        encodings: int,
+    ) -> None:
         self.groups = groups
+        self.tokens = tokens
         self.exceptions = exceptions
+        self.is_near_exact = is_near_exact
+        self.encodings = encodings
         held = [groups, exceptions, *groups, *exceptions.values()]
         held += [array for parts in groups for array in parts]
         self.nbytes = object.__sizeof__(self) + sum(map(sys.getsizeof, held))
@@ -68,10 +81,18 @@ class Packer:
         specs: what each tensor looks like: keys of layer 0, values of layer 0, keys of layer 1, ...
         key_codec, value_codec: for tensors of even and of odd index. A tensor that its codec does
             not take (by width or dtype) is stored raw.
+        is_near_exact: whether what it encodes may be encoded again without a trace.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], key_codec: Codec, value_codec: Codec) -> None:
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        key_codec: Codec,
+        value_codec: Codec,
+        is_near_exact: bool = False,
+    ) -> None:
         self.specs = tuple(specs)
+        self.is_near_exact = is_near_exact
         self.codecs = tuple(
             _codec_for(spec, value_codec if index % 2 else key_codec)
             for index, spec in enumerate(self.specs)
@@ -87,7 +108,12 @@ class Packer:
         }
 
     def encode(
-        self, tensors: Sequence[Tensor], start: int, tokens: int, blocks: int = 1
+        self,
+        tensors: Sequence[Tensor],
+        start: int,
+        tokens: int,
+        blocks: int = 1,
+        encodings: int = 0,
     ) -> list[Payload]:
         """Encode consecutive blocks, layer by layer.
 
@@ -96,14 +122,22 @@ class Packer:
             start: position of the first block's first token in its sequence.
             tokens: tokens of each block.
             blocks: how many.
+            encodings: how often some of their rows went through the codec for blocks before.
         """
+        encodings += not self.is_near_exact
         exceptions: list[dict[int, Array]] = [{} for _ in range(blocks)]
         groups = [
             self._encode_group(members, tensors, start, tokens, blocks, exceptions)
             for members in self._groups
         ]
         return [
-            Payload(tuple(stacked[block] for stacked in groups), exceptions[block])
+            Payload(
+                tuple(stacked[block] for stacked in groups),
+                exceptions[block],
+                tokens,
+                is_near_exact=self.is_near_exact,
+                encodings=encodings,
+            )
             for block in range(blocks)
         ]
 
@@ -140,9 +174,10 @@ class Packer:
     def _decode_tensor(self, index: int, payloads: Sequence[Payload], rows: int) -> mx.array:
         dtype = self.specs[index].dtype
         pieces, left = [], rows
-        for raw, run in groupby(payloads, key=lambda payload: index in payload.exceptions):
+        for raw, group in groupby(payloads, key=lambda payload: index in payload.exceptions):
+            run = list(group)
             blocks = [self._parts(index, payload) for payload in run]
-            length = min(left, sum(parts[0].shape[1] for parts in blocks))
+            length = min(left, sum(payload.tokens for payload in run))
             codec = _RAW if raw else self.codecs[index]
             pieces.append(codec.decode(blocks, length, dtype))
             left -= length
@@ -153,36 +188,6 @@ class Packer:
             return (payload.exceptions[index],)
         group, place = self._places[index]
         return tuple(part[place] for part in payload.groups[group])
-
-
-@dataclass(frozen=True, slots=True)
-class SequencePacker:
-    """Encodes whole blocks one way and tails another, and decodes a sequence of both."""
-
-    blocks: Packer
-    tails: Packer
-
-    def decode(
-        self, payloads: Sequence[Payload], tokens: int, tail_rows: int
-    ) -> Iterator[mx.array]:
-        """Yield each tensor's first tokens, evaluated: [heads, tokens, dim].
-
-        Args:
-            payloads: blocks, and the tail if any of its rows are wanted.
-            tokens: how many in all.
-            tail_rows: how many of them from the last payload, which is a tail then.
-        """
-        runs = [self.blocks.decode(payloads, tokens)]
-        if tail_rows:
-            whole, tail = payloads[:-1], payloads[-1:]
-            runs = [self.blocks.decode(whole, tokens - tail_rows)] if whole else []
-            runs.append(self.tails.decode(tail, tail_rows))
-        for spec, *pieces in zip(self.blocks.specs, *runs, strict=True):
-            tensor = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
-            mx.eval(tensor)  # one by one: the peak is all that is handed over and one tensor more
-            if tensor.shape != (spec.heads, tokens, spec.dim) or tensor.dtype != spec.dtype:
-                raise CodecError(f"a codec decoded {tensor.dtype} {tensor.shape}, not {spec}")
-            yield tensor
 
 
 def _codec_for(spec: TensorSpec, codec: Codec) -> Codec:

@@ -54,7 +54,7 @@ def describe_layers(cache: PrefixCache, caches: LayerCaches) -> str:
         return f"all {len(caches)} layers kept whole and raw as checkpoints ({', '.join(kinds)})"
     if cache.settings.codec == RawCodec.name:
         return f"all {len(caches)} layers in full precision"
-    packer = cache.packer_for([tensor.spec for tensor in tensors])
+    packer = cache.packers.for_specs([tensor.spec for tensor in tensors]).blocks
     reasons = raw_reasons(packer)
     quantized = len(caches) - len({index // 2 for index in reasons})
     text = f"{quantized} of {len(caches)} layers quantized"

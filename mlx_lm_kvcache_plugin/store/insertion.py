@@ -36,14 +36,26 @@ class Insertion:
         self.path_bytes = sum(block.nbytes for block in path)
 
     @property
+    def stored_tokens(self) -> int:
+        """How many tokens of the sequence, from its first, are stored now."""
+        node, tokens = self.tip, self.tokens
+        while node.parent is not None and node not in self._tree:
+            tokens -= node.tokens
+            node = node.parent
+        return tokens
+
+    @property
     def added_tokens(self) -> int:
-        """How many tokens were not stored before."""
-        return sum(block.tokens for block in self._added)
+        """How many of them were not stored before."""
+        return sum(block.tokens for block in self._added if block in self._tree)
+
+    def relative(self, count: int) -> Block | None:
+        """The stored node that shares the longest run of the next `count` tokens."""
+        return self._tree.longest_run(self.tip, self._next(count))[0]
 
     def covers(self, count: int) -> bool:
         """Whether the next `count` tokens are stored already; if so, goes to where they are."""
-        wanted = self._sequence[self.tokens : self.tokens + count]
-        child, rows = self._tree.longest_run(self.tip, wanted)
+        child, rows = self._tree.longest_run(self.tip, self._next(count))
         if child is None or rows < count:
             return False
         self._advance(child, count)
@@ -51,7 +63,7 @@ class Insertion:
 
     def enter(self, count: int) -> bool:
         """Go to the node of exactly the next `count` tokens (0: a checkpoint), if there is one."""
-        key = self._sequence[self.tokens : self.tokens + count].tobytes()
+        key = self._next(count).tobytes()
         child = self.tip.children.get(key)
         if child is None:
             return False
@@ -60,7 +72,7 @@ class Insertion:
 
     def add(self, count: int, payload: Sized | None) -> bool:
         """Add a node for the next `count` tokens (0 for a checkpoint), if there is room."""
-        key = self._sequence[self.tokens : self.tokens + count].tobytes()
+        key = self._next(count).tobytes()
         block = self._tree.add(self.tip, key, payload, self._label)
         if block is None:
             return False
@@ -68,6 +80,9 @@ class Insertion:
         self.path_bytes += block.nbytes
         self._advance(block, count)
         return True
+
+    def _next(self, count: int) -> Tokens:
+        return self._sequence[self.tokens : self.tokens + count]
 
     def _advance(self, block: Block, count: int) -> None:
         self.tip = block

@@ -69,6 +69,19 @@ def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
         registry.create(name, CodecOptions(4, 64))
 
 
+def test_a_codec_that_cannot_be_made_is_a_refusal() -> None:
+    """Whatever a stranger's factory raises: the message names the codec and tells its reason."""
+
+    def refuse(options: CodecOptions) -> RawCodec:
+        raise RuntimeError(f"{options.bits} bits are too many")
+
+    with pytest.raises(
+        CodecError, match="'picky' cannot be made .*: 8 bits are too many"
+    ) as caught:
+        make_registry(picky=refuse).create_pair(Settings(codec="picky"))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 def test_keys_and_values_have_their_own_bits() -> None:
     """Each side's codec is made of that side's bits, and of the one group size."""
     settings = Settings(key_bits=4, value_bits=3, group_size=32, codec="recording")

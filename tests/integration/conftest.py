@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from tests import models
+from tests.integration.local_server import LocalServer
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +33,10 @@ def light_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that takes long prompts in its stride."""
     folder = tmp_path_factory.mktemp("light")
     return models.llama(folder, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+
+
+@pytest.fixture(scope="module")
+def cold(model: Path) -> Iterator[LocalServer]:
+    """A server that prefills everything: what it answers is right."""
+    with LocalServer("--model", str(model), "--disable-prefix-cache") as server:
+        yield server

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.servers import Answer, Client, StockServer, same_answer
+from tests.integration.clients import Answer, Client, same_answer
+from tests.integration.stock_server import StockServer
 from tests.models import prompt
 
 MODES: dict[str, dict[str, Any]] = {

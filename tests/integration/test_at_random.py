@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from mlx_lm_kvcache_plugin.store.budget import GIB
-from tests.integration.servers import LocalServer, same_answer
+from tests.integration.clients import same_answer
+from tests.integration.local_server import LocalServer
 from tests.models import prompt
 
 LIMITS = {
@@ -22,13 +23,6 @@ LIMITS = {
     "--prompt-cache-bytes": ("--kv-cache-codec", "raw", "--prompt-cache-bytes", "2000000"),
     "three sequences": ("--kv-cache-codec", "raw", "--prompt-cache-size", "3"),
 }
-
-
-@pytest.fixture(scope="module")
-def cold(model: Path) -> Iterator[LocalServer]:
-    """A server that prefills everything."""
-    with LocalServer("--model", str(model), "--disable-prefix-cache") as server:
-        yield server
 
 
 def requests(chance: random.Random, count: int) -> Iterator[tuple[str, dict[str, Any]]]:

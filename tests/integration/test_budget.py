@@ -10,20 +10,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import psutil
 import pytest
 
 from mlx_lm_kvcache_plugin.store.budget import GIB
-from tests.integration.servers import LocalServer
+from tests.integration.clients import MODES
+from tests.integration.local_server import LocalServer
 from tests.models import prompt
 
 MIB = 1 << 20
 TOKEN_BYTES = 2048
-MODES: dict[str, dict[str, Any]] = {"batched": {}, "sequential": {"seed": 1}}
-
 LIMITS = {
     "--cache-memory-mb": (("--cache-memory-mb", "1"), MIB),
     "--prompt-cache-bytes": (("--kv-cache-codec", "raw", "--prompt-cache-bytes", "1048576"), MIB),

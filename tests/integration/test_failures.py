@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,17 +15,9 @@ from mlx_lm_kvcache_plugin.codecs.packing import Packer
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.codecs.rotated import RotatedCodec
 from mlx_lm_kvcache_plugin.store.tree import BlockTree
-from tests.integration.servers import LocalServer, common_prefix, same_answer
+from tests.integration.clients import MODES, common_prefix, same_answer
+from tests.integration.local_server import LocalServer
 from tests.models import chat_tokens, prompt
-
-MODES: dict[str, dict[str, Any]] = {"batched": {}, "sequential": {"seed": 1}}
-
-
-@pytest.fixture(scope="module")
-def cold(model: Path) -> Iterator[LocalServer]:
-    """A server that prefills everything."""
-    with LocalServer("--model", str(model), "--disable-prefix-cache") as server:
-        yield server
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import models
-from tests.integration.servers import Answer, Client, LocalServer, same_answer
+from tests.integration.clients import MODES, Answer, Client, same_answer
+from tests.integration.local_server import LocalServer
 from tests.models import WINDOW, prompt
-
-MODES: dict[str, dict[str, Any]] = {"batched": {}, "sequential": {"seed": 1}}
 
 KINDS = {
     "gemma": "KVCache, RotatingKVCache",

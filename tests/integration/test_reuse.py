@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,17 +10,9 @@ import pytest
 
 from mlx_lm_kvcache_plugin.codecs.packing import Packer
 from tests import models
-from tests.integration.servers import LocalServer, same_answer
+from tests.integration.clients import MODES, same_answer
+from tests.integration.local_server import LocalServer
 from tests.models import prompt
-
-MODES: dict[str, dict[str, Any]] = {"batched": {}, "sequential": {"seed": 1}}
-
-
-@pytest.fixture(scope="module")
-def cold(model: Path) -> Iterator[LocalServer]:
-    """A server that prefills everything."""
-    with LocalServer("--model", str(model), "--disable-prefix-cache") as server:
-        yield server
 
 
 @pytest.mark.parametrize("mode", MODES)

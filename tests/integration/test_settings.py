@@ -17,7 +17,8 @@ import pytest
 
 from mlx_lm_kvcache_plugin.settings import Settings
 from tests.conftest import RunPython
-from tests.integration.servers import clean_environment, fresh_server_module
+from tests.integration.local_server import fresh_server_module
+from tests.integration.stock_server import clean_environment
 
 WRONG = {
     "--kv-cache-bits": ("1", "7", "16", "four", "4.0", "-4", "0"),

@@ -17,10 +17,10 @@ from mlx_lm.models.cache import LRUPromptCache, QuantizedKVCache
 
 from mlx_lm_kvcache_plugin.patches.prompt_cache import PrefixPromptCache
 from tests import models
-from tests.integration.servers import LocalServer, StockServer, same_answer
+from tests.integration.clients import MODES, same_answer
+from tests.integration.local_server import LocalServer
+from tests.integration.stock_server import StockServer
 from tests.models import prompt
-
-MODES: dict[str, dict[str, Any]] = {"batched": {}, "sequential": {"seed": 1}}
 
 BLOCKS = "blocks of 128 tokens"
 

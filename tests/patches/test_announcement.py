@@ -172,5 +172,5 @@ def test_nothing_is_computed_for_it() -> None:
 def test_what_is_announced_is_what_is_done() -> None:
     """The same widths, the same decision."""
     cache = cache_for(kv_cache_bits=4)
-    packer = cache.packer_for([TensorSpec(2, width, mx.bfloat16) for width in (64, 80)])
+    packer = cache.packers.for_specs([TensorSpec(2, w, mx.bfloat16) for w in (64, 80)]).blocks
     assert [codec.name for codec in packer.codecs] == ["rotated", "raw"]

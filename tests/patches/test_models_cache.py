@@ -93,6 +93,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "plain": lambda: plain(10, 1, 1),
     "plain, padded to its end": lambda: plain(256),
     "plain, trimmed": lambda: trimmed(plain(300), 50),
+    "plain, bfloat16": lambda: plain(10, 1, dtype=mx.bfloat16),
     "plain, without values": lambda: plain(10, values_dim=0),
     "live-quantized": lambda: filled(QuantizedKVCache(64, 4), 10, 1),
     "quantized later": lambda: plain(10).to_quantized(32, 8),
@@ -102,6 +103,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "rotating, wrapped token by token": lambda: filled(RotatingKVCache(8), *[1] * 21),
     "chunked": chunked,
     "arrays": lambda: arrays(rows(3), rows(4, seed=1)[0]),
+    "arrays, bfloat16": lambda: arrays(rows(3, dtype=mx.bfloat16)),
     "arrays, one empty": lambda: arrays(None, rows(4)),
     "arrays, padded": lambda: arrays(rows(3), left_padding=[2]),
     "nested": lambda: CacheList(arrays(rows(3)), plain(9)),
@@ -179,7 +181,9 @@ def test_a_snapshot_goes_on_as_the_cache_does(kind: str) -> None:
     source, (restored,) = KINDS[kind](), Snapshot([KINDS[kind]()]).restore()
     values_dim = 0 if kind == "plain, without values" else DIM
     for tokens in (1, 1, 7, 1):
-        new = rows(tokens, seed=7), rows(tokens, seed=8, dim=values_dim)
+        new = [rows(tokens, seed=7), rows(tokens, seed=8, dim=values_dim)]
+        if "bfloat16" in kind:
+            new = [x.astype(mx.bfloat16) for x in new]
         assert same(restored.update_and_fetch(*new), source.update_and_fetch(*new))
         assert restored.offset == source.offset
 
@@ -325,7 +329,7 @@ def test_live_quantized_layers_may_stand_beside_plain_ones() -> None:
     assert len({tensor.spec for tensor in tensors}) == 1
 
 
-PLAIN = ("plain", "plain, padded to its end", "plain, trimmed", "plain, without values")
+PLAIN = tuple(kind for kind in KINDS if kind.startswith("plain"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

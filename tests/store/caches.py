@@ -12,7 +12,8 @@ import numpy as np
 from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
 from mlx_lm_kvcache_plugin.events import Event
-from mlx_lm_kvcache_plugin.prefix_cache import Fetched, PrefixCache
+from mlx_lm_kvcache_plugin.fetched import Fetched
+from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, Memory
 

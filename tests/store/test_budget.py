@@ -30,9 +30,14 @@ def make_budget(
     limit_bytes: int | None = None,
     percent: float | None = None,
     ceiling: Callable[[], int | None] = lambda: None,
+    relieve: Callable[[], object] = lambda: None,
 ) -> Budget:
     return Budget(
-        limit_bytes=limit_bytes, percent=percent, ceiling=ceiling, probe=machine or Machine()
+        limit_bytes=limit_bytes,
+        percent=percent,
+        ceiling=ceiling,
+        probe=machine or Machine(),
+        relieve=relieve,
     )
 
 
@@ -130,6 +135,25 @@ def test_an_episode_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         "memory is short: 0.25 GiB available, less than the reserve of 1.00 GiB; "
         "the prefix cache gives way",
     ]
+
+
+def test_others_give_back_first(caplog: pytest.LogCaptureFixture) -> None:
+    """What others hold for nothing is asked for when memory is short, and may be all it takes."""
+    machine = Machine(available_bytes=GIB - 1000)
+    relieved = []
+
+    def relieve() -> None:
+        relieved.append(machine.available_bytes)
+        machine.available_bytes += 900
+
+    budget = make_budget(machine, limit_bytes=5000, relieve=relieve)
+    assert budget.allowed_bytes(3000) == 2900
+    assert budget.is_short
+    assert budget.allowed_bytes(3000) == 3800
+    assert not budget.is_short
+    assert budget.allowed_bytes(3000) == 3800
+    assert relieved == [GIB - 1000, GIB - 100]
+    assert len(warnings_in(caplog)) == 1
 
 
 def test_enough_memory_is_not_worth_a_word(caplog: pytest.LogCaptureFixture) -> None:

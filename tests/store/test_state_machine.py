@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.events import Event, Evict, Hit, Insert, Miss
-from mlx_lm_kvcache_plugin.prefix_cache import Fetched
+from mlx_lm_kvcache_plugin.fetched import Fetched
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, logger
 from tests.store.caches import (
     Machine,

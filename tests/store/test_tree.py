@@ -1,4 +1,4 @@
-"""The tree of blocks: what is found, what is shared, what goes first, and what it all weighs."""
+"""The tree of blocks: what is shared, what goes first, and what it all weighs."""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
-"""The stock server, as its own process or inside of this one, and a small HTTP client."""
+"""The server inside of this process, so that a test can look into its cache."""
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
-import json
 import logging
 import os
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -31,213 +26,8 @@ import mlx_lm_kvcache_plugin as plugin
 from mlx_lm_kvcache_plugin.events import Counters, Error, Event
 from mlx_lm_kvcache_plugin.plugins import hookimpl, plugins
 from mlx_lm_kvcache_plugin.store.blocks import Block
-from tests.models import chat_tokens
-
-HOST = "127.0.0.1"
-START_SECONDS = 60
-ANSWER_SECONDS = 60
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a request got.
-
-    Attributes:
-        text: each character is one generated token, see tests/models.py.
-        logprobs: of those tokens, where they can be asked for.
-        prompt_tokens, cached_tokens: what the server counted.
-        longest_hit: the most that could have been cached, had all earlier sequences been kept.
-    """
-
-    text: str
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int | None
-    longest_hit: int
-    logprobs: tuple[float, ...] = ()
-
-    @property
-    def tokens(self) -> list[int]:
-        return list(self.text.encode())
-
-
-class Client:
-    """Talks to a server on this machine. Every answer is greedy, eight tokens long by default."""
-
-    def __init__(self) -> None:
-        self.port = 0
-        self._sequences: list[list[int]] = []
-
-    def text(self, prompt: str, **options: Any) -> Answer:
-        body = {"prompt": prompt, **options}
-        return self._ask("/v1/completions", body, list(prompt.encode()))
-
-    def chat(self, messages: Sequence[dict[str, str]], **options: Any) -> Answer:
-        body = {"messages": list(messages), **options}
-        return self._ask("/v1/chat/completions", body, chat_tokens(messages))
-
-    def health(self) -> int:
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status
-        finally:
-            connection.close()
-
-    def disconnect(self, path: str, body: dict[str, Any], after: int) -> None:
-        """Ask for a stream, and hang up after some of its chunks."""
-        with self._send(path, {**body, "stream": True}) as response:
-            for _ in range(after):
-                next(_chunks(response))
-
-    def _ask(self, path: str, body: dict[str, Any], tokens: list[int]) -> Answer:
-        body = {"max_tokens": 8, **body}
-        if body.get("stream"):
-            body["stream_options"] = {"include_usage": True}
-        else:
-            body["logprobs"] = True
-        shared = max((common_prefix(tokens, other) for other in self._sequences), default=0)
-        hit = min(len(tokens) - 1, shared)  # the last token is always computed
-        with self._send(path, body) as response:
-            if response.status != 200:
-                raise AssertionError(f"{response.status}: {response.read().decode()}")
-            if body.get("stream"):
-                answer = _answer_of_stream(_chunks(response), hit)
-            else:
-                answer = _answer(json.load(response), hit)
-        assert answer.prompt_tokens == len(tokens)
-        self._sequences.append([*tokens, *answer.tokens])
-        return answer
-
-    @contextmanager
-    def _send(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
-        try:
-            connection.request("POST", path, json.dumps(body))
-            yield connection.getresponse()
-        finally:
-            connection.close()
-
-
-def same_answer(one: Answer, other: Answer) -> bool:
-    """Tokens are equal; logprobs up to the noise of another order of summation."""
-    return (
-        (one.text, one.finish_reason) == (other.text, other.finish_reason)
-        and len(one.logprobs) == len(other.logprobs)
-        and np.allclose(one.logprobs, other.logprobs, atol=1e-3)
-    )
-
-
-def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    for line in response:
-        kind, _, data = line.decode().strip().partition(": ")
-        if kind == "data" and data != "[DONE]":
-            yield json.loads(data)
-
-
-def _content(choice: dict[str, Any]) -> str:
-    return choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or ""
-
-
-def _answer(body: dict[str, Any], longest_hit: int) -> Answer:
-    (choice,) = body["choices"]
-    usage = body["usage"]
-    logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
-    answer = Answer(
-        _content(choice),
-        choice["finish_reason"],
-        usage["prompt_tokens"],
-        usage.get("prompt_tokens_details", {}).get("cached_tokens"),
-        longest_hit,
-        logprobs,
-    )
-    assert [entry["id"] for entry in choice["logprobs"]["content"]] == answer.tokens
-    return answer
-
-
-def _answer_of_stream(chunks: Iterator[dict[str, Any]], longest_hit: int) -> Answer:
-    text, finish_reason, usage = "", "", {}
-    for chunk in chunks:
-        usage = chunk.get("usage") or usage
-        for choice in chunk["choices"]:
-            text += _content(choice)
-            finish_reason = choice.get("finish_reason") or finish_reason
-    cached_tokens = usage.get("prompt_tokens_details", {}).get("cached_tokens")
-    return Answer(text, finish_reason, usage["prompt_tokens"], cached_tokens, longest_hit)
-
-
-class StockServer(Client):
-    """The console command of this environment, in its own process.
-
-    Args:
-        log: the file that its output goes to.
-        arguments: on its command line.
-        variables: further environment variables.
-    """
-
-    def __init__(self, log: Path, *arguments: str, **variables: str) -> None:
-        super().__init__()
-        self.log = log
-        self.port = _free_port()
-        command = [str(Path(sys.executable).with_name("mlx_lm.server")), *arguments]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [*command, "--port", str(self.port)],
-                cwd=log.parent,
-                env=clean_environment(**variables),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    def output(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
-
-    def wait_for(self, text: str) -> str:
-        """The first line of its output that has this text."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            for line in self.output().splitlines():
-                if text in line:
-                    return line
-            time.sleep(0.05)
-        raise AssertionError(f"no {text!r} in:\n{self.output()}")
-
-    def __enter__(self) -> StockServer:
-        deadline = time.monotonic() + START_SECONDS
-        while not self._is_up():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self._end()
-                raise AssertionError(f"the server did not start:\n{self.output()}")
-            time.sleep(0.05)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._end()
-
-    def _is_up(self) -> bool:
-        try:
-            return self.health() == 200
-        except OSError:
-            return False
-
-    def _end(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def clean_environment(**variables: str) -> dict[str, str]:
-    """This process's environment without any setting of ours but those given."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MLX_LM_")}
-    return {**kept, "PYTHONWARNINGS": "", "HF_HUB_OFFLINE": "1", **variables}
-
-
-def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as probe:
-        return int(probe.getsockname()[1])
+from tests.integration.clients import ANSWER_SECONDS, HOST, Answer, Client
+from tests.integration.stock_server import clean_environment
 
 
 def fresh_server_module() -> ModuleType:
@@ -536,9 +326,3 @@ class _QuietServer(ThreadingHTTPServer):
 def tokens_to(node: Block) -> list[int]:
     """The tokens from the root of a node's namespace to its end."""
     return [int(t) for block in node.path() for t in np.frombuffer(block.key, np.int64)]
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -1,0 +1,80 @@
+"""Packs sequences: whole blocks by the codec that was asked for, tails near exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+
+import mlx.core as mx
+
+from ..errors import CodecError
+from ..settings import Settings
+from .affine import AffineCodec
+from .base import Codec, CodecOptions
+from .packing import Packer, Payload, TensorSpec
+from .raw import RawCodec
+from .registry import CodecRegistry
+
+TAIL_BITS = 8
+"""Tails are encoded anew as they grow, and end up inside of blocks: they have to be near exact."""
+
+MOST_ENCODINGS = 2
+"""A sequence that leaves another inside of a block takes over rows that were decoded, and encodes
+them anew with its own. After so many times its block is encoded near exactly, as tails are: else
+every parting would add an error of the codec's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePacker:
+    """Encodes blocks one way and tails another, near exact one, and decodes sequences of both."""
+
+    blocks: Packer
+    tails: Packer
+
+    def for_block(self, encodings: int) -> Packer:
+        """What encodes a block some of whose rows were encoded so often before."""
+        return self.tails if encodings >= MOST_ENCODINGS else self.blocks
+
+    def decode(self, payloads: Sequence[Payload], tokens: int) -> Iterator[mx.array]:
+        """Yield each tensor's first `tokens` rows, evaluated: [heads, tokens, dim].
+
+        Args:
+            payloads: consecutive blocks and perhaps a tail; all but the last are wanted whole.
+            tokens: how many in all.
+        """
+        runs, left = [], tokens
+        for is_near_exact, group in groupby(payloads, key=attrgetter("is_near_exact")):
+            packer, run = self.tails if is_near_exact else self.blocks, list(group)
+            length = min(left, sum(payload.tokens for payload in run))
+            runs.append(packer.decode(run, length))
+            left -= length
+        for spec, *pieces in zip(self.blocks.specs, *runs, strict=True):
+            tensor = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+            mx.eval(tensor)  # one by one: the peak is all that is handed over and one tensor more
+            if tensor.shape != (spec.heads, tokens, spec.dim) or tensor.dtype != spec.dtype:
+                raise CodecError(f"a codec decoded {tensor.dtype} {tensor.shape}, not {spec}")
+            yield tensor
+
+
+class SequencePackers:
+    """Makes the packers of a model, by what its tensors look like.
+
+    Args:
+        settings: codec, bits and group size.
+        registry: where the codec is found.
+    """
+
+    def __init__(self, settings: Settings, registry: CodecRegistry) -> None:
+        self._key_codec, self._value_codec = registry.create_pair(settings)
+        self._tail_codec: Codec = RawCodec()
+        if settings.codec != RawCodec.name:
+            self._tail_codec = AffineCodec(CodecOptions(TAIL_BITS, settings.group_size))
+
+    def for_specs(self, specs: Sequence[TensorSpec]) -> SequencePacker:
+        """Args: specs: of the keys and the values of each layer in turn."""
+        return SequencePacker(
+            Packer(specs, self._key_codec, self._value_codec),
+            Packer(specs, self._tail_codec, self._tail_codec, is_near_exact=True),
+        )
