@@ -827,6 +827,18 @@ def test_what_went_at_once_is_not_told_as_stored(
     assert (told.stored_tokens, told.new_tokens) == (0, 0)
 
 
+@pytest.mark.parametrize("length", range(1, 11))
+def test_what_was_covered_and_went_is_not_told_as_stored(length: int) -> None:
+    """A sequence that was stored as the beginning of another one goes with that one."""
+    events = Events()
+    cache = make_cache(emit=events.append)
+    insert(cache, range(10), **TINY)
+    cache.max_sequences = 0
+    insert(cache, range(length), **TINY)
+    told = events.of(Insert)[-1]
+    assert (told.tokens, told.stored_tokens, told.new_tokens) == (length, 0, 0)
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_a_limit_on_sequences(limit: int) -> None:
     """The oldest go whole, at once, and only they are told of."""

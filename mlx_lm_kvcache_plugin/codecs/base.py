@@ -47,7 +47,8 @@ class Codec(Protocol):
         """Encode blocks.
 
         Args:
-            x: [blocks, heads, tokens, dim], finite, of any floating dtype.
+            x: [blocks, heads, tokens, dim], of any floating dtype. What comes of a block that is
+                not all finite does not matter: the caller keeps that tensor of it raw.
             first: whether they begin a sequence (then `blocks` is 1): attention sinks sit there.
 
         Returns:

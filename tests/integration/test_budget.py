@@ -82,14 +82,14 @@ def test_what_was_fetched_last_stays(model: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prompt_larger_than_the_budget_keeps_its_leading_blocks(model: Path, mode: str) -> None:
-    """Two small prompts, then one twice the budget: its first blocks displace them by recency.
+    """Two small prompts, then one twice the budget: its first blocks displace the older of both.
 
     The counters agree with what is held, and later requests hit.
     """
     with LocalServer("--model", str(model), "--cache-memory-mb", "1") as server:
         assert ask(server, "ab", mode, tokens=100) == [0, 0]
         assert ask(server, "Z", mode, tokens=1000) == [0]
-        assert [len(tokens) for tokens in server.sequences()] == [3 * 128]
+        assert sorted(len(tokens) for tokens in server.sequences()) == [108, 3 * 128]
         assert ask(server, "Z", mode, tokens=1000) == [3 * 128]
         assert ask(server, "ab", mode, tokens=100) == [0, 0]
         assert ask(server, "ab", mode, tokens=100) == [99, 99]
@@ -167,7 +167,7 @@ def test_the_cache_gives_way_when_memory_is_short(model: Path) -> None:
         assert server.cache.budget.limit_bytes == 8 * GIB // 5
         for _ in range(2):
             available[0] = GIB
-            assert ask(server, "ab", "sequential") == [0, 0]
+            assert ask(server, "ab", "sequential")[1] == 0  # the first may yet serve, and goes
             assert server.prompt_cache.nbytes == 0
             available[0] = 8 * GIB
             assert ask(server, "abab", "sequential") == [0, 0, 199, 199]

@@ -131,6 +131,20 @@ def test_a_limit_on_sequences(sequences: int) -> None:
     assert {key: matched(tree, key) for key in expected[3]} == expected[sequences]
 
 
+def test_a_beginning_that_is_used_outlives_the_rest_of_its_sequence() -> None:
+    """By number too it is the least recently used that goes, and not what lies above it.
+
+    A system prompt that was just a hit stays, though the one chat that it is stored with is old.
+    """
+    tree = make_tree()
+    put(tree, "abcdef")
+    put(tree, "xy")
+    use(tree, "ab")
+    tree.evict_sequences(1, Cause.COUNT)
+    tree.check()
+    assert order(tree) == ["ab"]
+
+
 def test_sequences_are_leaves() -> None:
     """What only leads to others is no sequence of its own, however it came; by label."""
     tree = make_tree()
