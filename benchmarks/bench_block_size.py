@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_lm_kvcache_plugin.patches.models_cache import PlainTensor, tensors_of
 
-from .report import machine, median_seconds
+from .report import median_seconds, save
 from .samples import TOPICS, ModelShape, read, topic_ids
 from .stores import MODEL, held_by_chats, make_store, relative_error, sequence
 
@@ -23,7 +23,7 @@ SIZES = (64, 128, 256)
 TOKENS = 4096
 
 
-def measure(block_tokens: int, real: list[PlainTensor]) -> tuple[float, ...]:
+def measure(block_tokens: int, real: list[PlainTensor]) -> dict[str, float]:
     """One line of the table."""
     store, cache = make_store(block_tokens, kv_cache_bits=4)
     caches, ids = SHAPE.prompt_cache(TOKENS), sequence(TOKENS)
@@ -31,22 +31,26 @@ def measure(block_tokens: int, real: list[PlainTensor]) -> tuple[float, ...]:
     fetch_seconds = median_seconds(5, store.fetch_nearest_cache, MODEL, [*ids, 1])
     one, all_ = held_by_chats(make_store(block_tokens, kv_cache_bits=4)[0], SHAPE)
     keys, values = (relative_error(cache, real[side::2], 1024) for side in (0, 1))
-    bits = store.nbytes * 16 / (TOKENS * SHAPE.token_bytes)
-    return bits, keys, values, all_ / one, insert_seconds, fetch_seconds
+    return {
+        "block": block_tokens,
+        "bits/element": store.nbytes * 16 / (TOKENS * SHAPE.token_bytes),
+        "error K": keys,
+        "error V": values,
+        "8 chats/1": all_ / one,
+        "insert s": insert_seconds,
+        "fetch s": fetch_seconds,
+    }
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print and save."""
     tensors: Any = tensors_of(read(topic_ids(TOPICS[0], 1024)))
     real = [PlainTensor(tensor.array.astype(mx.float16)) for tensor in tensors]
-    print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    print("block  bits/element  error K  error V  8 chats/1  insert s  fetch s")
-    for block_tokens in SIZES:
-        bits, keys, values, shared, insert, fetch = measure(block_tokens, real)
-        print(
-            f"{block_tokens:5}  {bits:12.3f}  {keys:7.4f}  {values:7.4f}  {shared:9.2f}"
-            f"  {insert:8.3f}  {fetch:7.3f}"
-        )
+    rows = [measure(block_tokens, real) for block_tokens in SIZES]
+    print("  ".join(f"{name:>12}" for name in rows[0]))
+    for row in rows:
+        print("  ".join(f"{value:12.4g}" for value in row.values()))
+    save("bench_block_size", rows)
     return 0
 
 

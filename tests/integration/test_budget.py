@@ -81,6 +81,16 @@ def test_what_was_fetched_last_stays(model: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_tail_that_gives_way_makes_room_before_others_do(model: Path, mode: str) -> None:
+    """Room for two of 220 tokens: a batch stores each prompt first, and then what grew out of it.
+
+    The shorter tail that the longer one replaces is of no use to anyone; A's is.
+    """
+    with LocalServer("--model", str(model), "--cache-memory-mb", "1") as server:
+        assert ask(server, "ABA", mode, tokens=220) == [0, 0, 219]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_prompt_larger_than_the_budget_keeps_its_leading_blocks(model: Path, mode: str) -> None:
     """Two small prompts, then one twice the budget: its first blocks displace the older of both.
 

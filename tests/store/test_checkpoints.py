@@ -172,6 +172,18 @@ def test_a_checkpoint_that_is_refused_in_the_end_leaves_nothing_useless() -> Non
     assert refused > 10
 
 
+def test_a_refused_node_leaves_no_leaf_that_holds_nothing() -> None:
+    """The node that was to bear it goes, if the checkpoint below it has gone to make room."""
+    tree = make_tree()
+    put_checkpoint(tree, "ab")
+    bearer = tree.match(MODEL, ids("ab")).blocks[0]
+    tree.limit_bytes = tree.used_bytes
+    tree.touch(bearer)
+    assert tree.add(bearer, ids("cd").tobytes(), Load(tree.used_bytes - 400), "") is None
+    tree.check()
+    assert len(tree) == tree.used_bytes == 0
+
+
 def test_a_checkpoint_that_can_never_fit_displaces_nothing() -> None:
     """One that is larger than the whole budget does not evict what it cannot replace."""
     tree = make_tree()
