@@ -27,7 +27,8 @@ MEAN, SINKS = 3, 4
 def hadamard_applies(dim: int) -> bool:
     """Whether `mx.hadamard_transform` is right for this width: m * 2^k with m in 1, 12, 20, 28.
 
-    It does not refuse all others: in mlx 0.32.4 a width of 36 comes out wrong and 576 as NaN.
+    It does not refuse all others: in mlx 0.32.4, on a CPU, a width of 36 comes out wrong, 576 as
+    NaN, and the heap is damaged.
     """
     odd = dim // (dim & -dim) if dim else 0
     return odd == 1 or (odd in (3, 5, 7) and dim % 4 == 0)

@@ -40,7 +40,8 @@ class Insertion:
         """How many tokens of the sequence, from its first, are stored now."""
         node, tokens = self.tip, self.tokens
         while node.parent is not None and node not in self._tree:
-            tokens -= node.tokens
+            # A tail that was covered by a longer one counts for what it covered.
+            tokens -= tokens % self._tree.block_tokens or node.tokens
             node = node.parent
         return tokens
 

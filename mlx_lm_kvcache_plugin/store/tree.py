@@ -163,18 +163,15 @@ class BlockTree(Lookup):
             self._evict(victim, cause)
 
     def evict_sequences(self, n_sequences: int, cause: Cause) -> None:
-        """Evict whole sequences until at most `n_sequences` are left; shared blocks stay."""
+        """Evict until at most `n_sequences` are left.
+
+        A sequence goes whole where nothing of it was used since: its blocks are the next oldest.
+        """
         while self.sequences.total() > n_sequences:
-            count, node = self.sequences.total(), self._victim()
-            if node is None:
+            victim = self._victim()
+            if victim is None:
                 break
-            while node is not None and self.sequences.total() == count:
-                above = node.parent
-                self._evict(node, cause)
-                while above is not None and above.parent is not None and above not in self:
-                    above = above.parent  # it went with the one below it
-                # What is left of the sequence goes too, if nothing else begins with it.
-                node = above if above is not None and self._is_leaf(above) else None
+            self._evict(victim, cause)
 
     def drop(self, namespace: Hashable, cause: Cause) -> None:
         """Evict all of a namespace."""

@@ -191,7 +191,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def expect_fetch(self, tokens: Sequence, namespace: str) -> int:
         self.events.clear()
-        fetched = self.cache.fetch(namespace, tokens)
+        fetched: Fetched | None = self.cache.fetch(namespace, tokens)
         self.notice_evictions()
         told = [event for event in self.events if isinstance(event, Hit | Miss)]
         assert [getattr(event, "hit_tokens", 0) for event in told] == [
