@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 
 from ..errors import PatchRefused
-from ..settings import OPTIONS
+from ..settings import OPTIONS, Settings
 
 outcomes: dict[str, str] = {}
 """What became of each patched module: "patched", or "refused: " and why. `doctor` shows it."""
@@ -51,4 +51,4 @@ def complain(message: str) -> None:
 def was_asked_for() -> bool:
     """Whether one of our flags is on the command line or one of our variables is set."""
     typed = {argument.partition("=")[0] for argument in getattr(sys, "argv", [])[1:]}
-    return any(option.flag in typed or os.environ.get(option.variable) for option in OPTIONS)
+    return any(option.flag in typed for option in OPTIONS) or Settings.is_requested(os.environ)

@@ -199,6 +199,8 @@ class BlockTree(Lookup):
         needed_bytes = block.measure() + parent.measure() - parent.nbytes
         if needed_bytes > self.limit_bytes:
             return False  # before anything is evicted in vain
+        if self.used_bytes + needed_bytes > self.limit_bytes:
+            self.supersede(block)  # the first to go is what it makes useless
         self.evict_to(self.limit_bytes - needed_bytes, Cause.MEMORY)
         return self.used_bytes + needed_bytes <= self.limit_bytes
 

@@ -272,6 +272,7 @@ def test_a_variable_binds_our_classes_at_once(module: Any, monkeypatch: pytest.M
 def test_a_switch_that_is_off_asks_for_nothing(
     module: Any, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
+    """Neither when the module is imported nor when its arguments are parsed."""
     monkeypatch.setenv("MLX_LM_DISABLE_PREFIX_CACHE", value)
     patches.apply(module)
     assert module.LRUPromptCache is Stock
