@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +15,7 @@ from mlx_lm_kvcache_plugin.codecs.base import Array, Codec, CodecOptions
 from mlx_lm_kvcache_plugin.codecs.packing import Packer, Payload, TensorSpec
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.codecs.rotated import RotatedCodec
+from tests.tensors import Rows
 
 TOKENS = 8
 """Tokens of a block."""
@@ -33,20 +33,6 @@ MIXED = (
 
 STAYS_RAW = (4, 5, 6)
 """Those of `MIXED` that no quantizing codec takes."""
-
-
-@dataclass
-class Rows:
-    """A tensor of one layer; its array may have more rows than are used."""
-
-    array: mx.array
-
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.array.shape[0], self.array.shape[2], self.array.dtype)
-
-    def rows(self, start: int, stop: int) -> mx.array:
-        return self.array[:, start:stop]
 
 
 def make_packer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -18,25 +17,12 @@ from mlx_lm_kvcache_plugin.errors import CodecError
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings
 from mlx_lm_kvcache_plugin.store.budget import Budget
+from tests.tensors import Rows
 
 TOKENS = 8
 """Tokens of a block."""
 
 SPECS = [TensorSpec(2, 64, mx.float32)] * 2
-
-
-@dataclass
-class Rows:
-    """A tensor of one layer."""
-
-    array: mx.array
-
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.array.shape[0], self.array.shape[2], self.array.dtype)
-
-    def rows(self, start: int, stop: int) -> mx.array:
-        return self.array[:, start:stop]
 
 
 def registry() -> CodecRegistry:

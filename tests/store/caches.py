@@ -9,29 +9,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
 from mlx_lm_kvcache_plugin.events import Event
 from mlx_lm_kvcache_plugin.fetched import Fetched
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, Memory
+from tests.tensors import Rows
 
 MODEL = "model"
-
-
-@dataclass
-class Rows:
-    """The keys or values of one layer, [heads, tokens, dim]."""
-
-    array: mx.array
-
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.array.shape[0], self.array.shape[2], self.array.dtype)
-
-    def rows(self, start: int, stop: int) -> mx.array:
-        return self.array[:, start:stop]
 
 
 @dataclass(eq=False)

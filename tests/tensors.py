@@ -1,0 +1,23 @@
+"""The keys or values of one layer, as the package's packers and caches take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
+
+
+@dataclass
+class Rows:
+    """[heads, tokens, dim]; there may be more rows than are used."""
+
+    array: mx.array
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.array.shape[0], self.array.shape[2], self.array.dtype)
+
+    def rows(self, start: int, stop: int) -> mx.array:
+        return self.array[:, start:stop]
