@@ -72,7 +72,7 @@ class PrefixCache:
         self.counters = Counters()
         self.packers = SequencePackers(settings, registry)
         self._emit = emit
-        self._packers: dict[Hashable, SequencePacker] = {}
+        self._known: dict[Hashable, SequencePacker] = {}
 
     # Fetching
 
@@ -94,7 +94,7 @@ class PrefixCache:
         """
         begun = time.perf_counter()
         wanted = np.array(tokens, np.int64)[:-1]
-        fetch = self._fetch_tensors if namespace in self._packers else self._fetch_checkpoint
+        fetch = self._fetch_tensors if namespace in self._known else self._fetch_checkpoint
         fetched = fetch(namespace, wanted)
         result = translate(fetched) if fetched is not None else None
         # Only now: what was just used is what should be left, if little may be.
@@ -110,7 +110,7 @@ class PrefixCache:
         if not match.tokens:
             return None
         payloads = [cast(Payload, block.payload) for block in match.blocks]
-        tensors = list(self._packers[namespace].decode(payloads, match.tokens))
+        tensors = list(self._known[namespace].decode(payloads, match.tokens))
         self.tree.touch(match.blocks[-1])
         return Fetched(match.tokens, tensors)
 
@@ -203,7 +203,7 @@ class PrefixCache:
         with self._reporting_evictions():
             keep_within(self.tree, self.budget)
             ids = np.array(tokens, np.int64)
-            if self._packers.pop(namespace, None) is not None:
+            if self._known.pop(namespace, None) is not None:
                 self.tree.drop(namespace, Cause.REPLACED)
             with Insertion(self.tree, namespace, ids, label) as insertion:
                 stored = self._add_bearers(insertion, len(ids)) and (
@@ -277,13 +277,13 @@ class PrefixCache:
                 self.record(Evict(blocks[cause], n_bytes[cause], cause.value))
 
     def _packers_for(self, namespace: Hashable, specs: Sequence[TensorSpec]) -> SequencePacker:
-        packers = self._packers.get(namespace)
+        packers = self._known.get(namespace)
         if packers is None or packers.blocks.specs != tuple(specs):
             # What is stored of a model that looks different now can never be used again.
             self.tree.drop(namespace, Cause.REPLACED)
-            for other in [name for name in self._packers if not self.tree.has(name)]:
-                del self._packers[other]
-            packers = self._packers[namespace] = self.packers.for_specs(specs)
+            for other in [name for name in self._known if not self.tree.has(name)]:
+                del self._known[other]
+            packers = self._known[namespace] = self.packers.for_specs(specs)
         return packers
 
 

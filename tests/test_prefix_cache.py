@@ -460,7 +460,7 @@ def test_looks_of_models_that_are_gone_are_forgotten() -> None:
         insert(cache, range(12), namespace=f"model {model}", **TINY)
     held = sum(cache.tree.has(f"model {model}") for model in range(50))
     assert held < 10
-    assert len(cache._packers) <= held + 1
+    assert len(cache._known) <= held + 1
 
 
 # Checkpoints

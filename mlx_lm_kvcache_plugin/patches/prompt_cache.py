@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..events import Error
@@ -109,7 +109,8 @@ class PrefixPromptCache:
             yield
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            cache.record(Error(operation, cause))
+            with suppress(Exception):  # whoever is told must not end the thread either
+                cache.record(Error(operation, cause))
             known = (operation, type(error).__name__)
             if known not in self._logged:
                 self._logged.add(known)

@@ -451,3 +451,16 @@ def test_what_ends_the_process_is_no_failure() -> None:
                 raise KeyboardInterrupt
 
         ours.insert_cache(MODEL, [1, 2], [Interrupted()])
+
+
+def test_a_listener_that_fails_does_not_reach_the_server() -> None:
+    """Neither on a hit nor on a miss, and not when it is told of its own failure either."""
+
+    def fail(event: object) -> None:
+        raise RuntimeError("no")
+
+    ours = PrefixPromptCache(make_cache(emit=fail))
+    for _ in range(2):
+        assert ours.fetch_nearest_cache(MODEL, [1, 2, 3]) == (None, [1, 2, 3])
+        ours.insert_cache(MODEL, [1, 2], plain_caches([1, 2]))
+    ours.trim_to(n_bytes=0)
