@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,10 +40,20 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 if the flags would not work, else 0."""
-    findings = [*_versions(), *_start_up(), *_patches(), *_plugins(), *_settings()]
-    for finding in findings:
-        print(f"{'ok ' if finding.fine else 'BAD'}  {finding.subject}: {finding.text}")
-    return 0 if all(finding.fine for finding in findings) else 1
+    all_fine = True
+    for section in (_versions, _start_up, _patches, _plugins, _settings):
+        for finding in _findings(section):
+            print(f"{'ok ' if finding.fine else 'BAD'}  {finding.subject}: {finding.text}")
+            all_fine &= finding.fine
+    return 0 if all_fine else 1
+
+
+def _findings(section: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What a section finds; that it cannot go on is a finding too."""
+    try:
+        yield from section()
+    except Exception as error:  # a package that cannot be imported, most likely
+        yield Finding(section.__name__.strip("_"), repr(error), fine=False)
 
 
 def _versions() -> Iterator[Finding]:

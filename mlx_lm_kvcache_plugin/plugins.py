@@ -98,7 +98,7 @@ class Plugins:
     def _load(self, entry_point: EntryPoint) -> None:
         try:
             plugin = entry_point.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._set_aside(entry_point.name, "loading", error)
         else:
             self.register(plugin, entry_point.name)

@@ -22,7 +22,7 @@ from .codecs.sequence import SequencePacker, SequencePackers
 from .events import Counters, Event, Evict, Hit, Insert, Miss
 from .fetched import Checkpoint, Fetched
 from .settings import Settings
-from .store.blocks import Block, Tokens
+from .store.blocks import Block, Tokens, before_image
 from .store.budget import Budget, evict_to_limit, keep_within
 from .store.insertion import Insertion
 from .store.tree import BlockTree, Cause
@@ -93,7 +93,8 @@ class PrefixCache:
             What `translate` made of it; None if nothing that the prompt begins with is stored.
         """
         begun = time.perf_counter()
-        wanted = np.array(tokens, np.int64)[:-1]
+        ids = np.array(tokens, np.int64)
+        wanted = ids[: before_image(ids, len(ids) - 1)]
         fetch = self._fetch_tensors if namespace in self._known else self._fetch_checkpoint
         fetched = fetch(namespace, wanted)
         result = translate(fetched) if fetched is not None else None
@@ -107,6 +108,9 @@ class PrefixCache:
 
     def _fetch_tensors(self, namespace: Hashable, wanted: Tokens) -> Fetched | None:
         match = self.tree.match(namespace, wanted)
+        whole_tokens = before_image(wanted, match.tokens)
+        if whole_tokens < match.tokens:  # its last blocks were evicted, or had no room
+            match = self.tree.match(namespace, wanted[:whole_tokens])
         if not match.tokens:
             return None
         payloads = [cast(Payload, block.payload) for block in match.blocks]

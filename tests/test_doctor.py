@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +76,13 @@ def test_the_version_is_shown(capsys) -> None:
         main(["--version"])
     assert exit_.value.code == 0
     assert capsys.readouterr().out.strip() == mlx_lm_kvcache_plugin.__version__
+
+
+@pytest.mark.parametrize("package", ["mlx", "numpy", "pluggy", "psutil"])
+def test_a_package_that_cannot_be_imported_is_a_finding(package: str, tmp_path: Path) -> None:
+    """The other findings are told all the same, and nothing ends in a traceback."""
+    (tmp_path / f"{package}.py").write_text("raise ImportError('cannot open it')")
+    result = doctor(PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    assert "cannot open it" in result.stdout and "Traceback" not in result.stderr
+    assert "ok   import hook: armed" in result.stdout

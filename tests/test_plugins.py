@@ -75,6 +75,15 @@ def test_every_entry_point_is_loaded_unless_the_variable_names_some(entry_point)
     assert "example" not in Plugins({"MLX_LM_KVCACHE_PLUGINS": ""}).names()
 
 
+def test_a_plugin_that_exits_while_it_is_loaded_is_set_aside_too(
+    entry_point, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "quitter.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry_point("quitter", "quitter")
+    assert "quitter" in Plugins({}).set_aside
+
+
 @pytest.mark.parametrize("value", ["no.such.module", f"{__package__}.example_plugin:nothing"])
 def test_a_plugin_that_cannot_be_loaded_is_named_and_set_aside(entry_point, caplog, value) -> None:
     entry_point("broken", value)
@@ -117,6 +126,16 @@ def test_a_codec_of_a_taken_name_is_refused_and_its_plugin_set_aside() -> None:
     )
     assert plugins.codecs().names() == ["rotated", "affine", "raw"]
     assert "usurper" in plugins.set_aside
+
+
+@pytest.mark.parametrize(("name", "factory"), [(5, dict), ("", dict), (" ", dict), ("none", None)])
+def test_a_codec_without_name_or_factory_sets_its_own_plugin_aside(name, factory) -> None:
+    plugins = Plugins({})
+    plugins.register(
+        plugin_with(kvcache_register_codecs=lambda register: register(name, factory)), "careless"
+    )
+    assert plugins.codecs().names() == ["rotated", "affine", "raw"]
+    assert list(plugins.set_aside) == ["careless"]
 
 
 def test_a_refusal_by_the_parser_is_no_failure_of_the_plugin() -> None:

@@ -687,7 +687,7 @@ def test_a_prompt_larger_than_the_budget_keeps_its_beginning() -> None:
     """Its leading blocks displace others by recency, and are a hit afterwards."""
     events = Events()
     cache = make_cache(limit_bytes=20_000, emit=events.append)
-    for prompt in (-1, -2):
+    for prompt in (901, 902):
         insert(cache, [prompt] * 8, **TINY)
     insert(cache, range(400), **TINY)
     (said,) = events.of(Insert)[2:]
@@ -696,8 +696,8 @@ def test_a_prompt_larger_than_the_budget_keeps_its_beginning() -> None:
     assert cache.tree.used_bytes <= 20_000
     assert fetch(cache, range(400)) == said.stored_tokens
     assert events.causes() == {"memory": 4}
-    insert(cache, [-1] * 8, **TINY)
-    assert fetch(cache, [-1] * 9) == 8
+    insert(cache, [901] * 8, **TINY)
+    assert fetch(cache, [901] * 9) == 8
 
 
 def test_what_is_used_is_kept() -> None:
@@ -913,3 +913,32 @@ def test_labels_are_counted() -> None:
     by_label = +cache.tree.bytes_by_label
     assert 0 < by_label["system"] < by_label["user"]
     assert sum(by_label.values()) == cache.tree.used_bytes
+
+
+# Images
+
+
+def test_a_hit_does_not_end_inside_of_an_image() -> None:
+    """Upstream embeds an image whole or not at all: a part of its tokens is as good as none.
+
+    Whether its last blocks had no room, the prompt ends with it, or another one follows.
+    """
+    image, other = [-7] * 10, [-9] * 5
+    cache = make_cache(block_tokens=4)
+    prompt = [1, 2, 3, 4, 5, *image, *other, 6, 7]
+    insert(cache, prompt, **TINY)
+    for asked, hit in [
+        (prompt, 21),
+        ([*prompt, 8], 22),
+        (prompt[:15], 5),
+        (prompt[:16], 15),
+        ([*prompt[:15], 8], 15),
+        ([*prompt[:20], 8], 20),
+        ([*prompt[:5], -8], 5),
+        (image, 0),
+    ]:
+        assert fetch(cache, asked) == hit
+    cache.trim_to(n_bytes=cache.tree.used_bytes // 2)
+    left = cache.tree.match(MODEL, np.array(prompt)).tokens
+    assert 5 < left < 15
+    assert fetch(cache, prompt) == 5

@@ -31,8 +31,10 @@ class CodecRegistry:
         """Offer a codec.
 
         Raises:
-            CodecError: if the name is taken.
+            CodecError: if the name is taken or no name, or the factory cannot be called.
         """
+        if not (isinstance(name, str) and name.strip() and callable(factory)):
+            raise CodecError(f"{name!r} and {factory!r} are not a name and a factory of codecs")
         if name in self._factories:
             raise CodecError(f"a codec named {name!r} is registered already")
         self._factories[name] = factory

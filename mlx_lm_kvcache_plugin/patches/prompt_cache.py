@@ -107,9 +107,9 @@ class PrefixPromptCache:
         """Turn an exception into a log line, once for each kind, and a count."""
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             cause = f"{type(error).__name__}: {error}"
-            with suppress(Exception):  # whoever is told must not end the thread either
+            with suppress(Exception, SystemExit):  # whoever is told must not end the thread either
                 cache.record(Error(operation, cause))
             known = (operation, type(error).__name__)
             if known not in self._logged:

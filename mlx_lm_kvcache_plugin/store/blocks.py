@@ -108,3 +108,14 @@ class Match:
     blocks: tuple[Block, ...] = ()
     rows: int = 0
     tokens: int = 0
+
+
+def before_image(ids: Tokens, tokens: int) -> int:
+    """The longest run of the first `tokens` that does not end inside of an image.
+
+    Upstream puts one negative id for all tokens of an image, and embeds an image whole or not.
+    """
+    if 0 < tokens < len(ids) and ids[tokens] < 0:
+        others = np.flatnonzero(ids[:tokens] != ids[tokens])
+        return int(others[-1]) + 1 if len(others) else 0
+    return max(0, tokens)
