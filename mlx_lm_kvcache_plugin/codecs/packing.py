@@ -154,8 +154,9 @@ class Packer:
         for index in members:
             x = tensors[index].rows(start, start + tokens * blocks)
             x = mx.unflatten(x, 1, (blocks, tokens)).swapaxes(0, 1)
-            encoded.append(_encode_tensor(self.codecs[index], x, start == 0))
-            for block in _not_finite(self.codecs[index], x, encoded[-1]):
+            parts, unfit = _encode_tensor(self.codecs[index], x, start == 0)
+            encoded.append(parts)
+            for block in unfit:
                 exceptions[block][index] = to_host(x[block])
         return [
             tuple(np.stack(parts) for parts in zip(*of_block, strict=True))
@@ -195,28 +196,23 @@ def _codec_for(spec: TensorSpec, codec: Codec) -> Codec:
     return codec if floating and codec.group_size_for(spec.dim) is not None else _RAW
 
 
-def _encode_tensor(codec: Codec, x: mx.array, first: bool) -> list[Parts]:
-    """Encode [blocks, heads, tokens, dim], giving each block's parts as host arrays.
+def _encode_tensor(codec: Codec, x: mx.array, first: bool) -> tuple[list[Parts], list[int]]:
+    """Encode [blocks, heads, tokens, dim]: each block's parts, and the blocks that must stay raw.
 
-    They may look into MLX's memory: stacking them is what copies them out.
+    The parts may look into MLX's memory: stacking them is what copies them out.
     """
     runs = [(x[:1], True), (x[1:], False)] if first else [(x, False)]
-    result: list[Parts] = []
-    for run, begins in runs:
-        if run.shape[0]:
-            parts = codec.encode(run, first=begins)
-            mx.eval(parts)
-            result += zip(*(np.asarray(part) for part in parts), strict=True)
-    return result
-
-
-def _not_finite(codec: Codec, x: mx.array, encoded: Sequence[Parts]) -> list[int]:
-    """The blocks whose numbers, or whose encoded numbers, are not all finite."""
-    if isinstance(codec, RawCodec):
-        return []
-    finite = np.array(mx.isfinite(x.astype(mx.float32).sum(axis=(1, 2, 3))))
-    return [
-        block
-        for block, (ok, parts) in enumerate(zip(finite, encoded, strict=True))
-        if not (ok and all(part.dtype.kind != "f" or np.isfinite(part).all() for part in parts))
+    encoded = [codec.encode(run, first=begins) for run, begins in runs if run.shape[0]]
+    finite = mx.isfinite(x.astype(mx.float32).sum(axis=(1, 2, 3)))
+    is_raw = isinstance(codec, RawCodec)
+    mx.eval(encoded if is_raw else (encoded, finite))  # one wait for the device, not one for each
+    blocks = [
+        parts for run in encoded for parts in zip(*(np.asarray(part) for part in run), strict=True)
     ]
+    unfit = [] if is_raw else np.flatnonzero(~np.asarray(finite)).tolist()
+    unfit += [] if is_raw else [b for b, parts in enumerate(blocks) if not _all_finite(parts)]
+    return blocks, unfit
+
+
+def _all_finite(parts: Parts) -> bool:
+    return all(part.dtype.kind != "f" or bool(np.isfinite(part).all()) for part in parts)
