@@ -9,14 +9,24 @@ import mlx.core as mx
 from ..settings import KV_CACHE_GROUP_SIZES
 from .base import CodecOptions, Parts, join_rows, largest_group_size
 
+SMALLEST_NORMAL = 2.0**-14
+"""Of float16: scales below it lose precision, and a GPU may flush them to zero."""
+
 
 def quantize(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, ...]:
     """Quantize along the last axis: packed words, scales and biases.
 
     From float32 and with float16 scales, whatever the model's dtype: bfloat16 scales double the
-    error at 8 bits and drift with every re-encoding.
+    error at 8 bits and drift with every re-encoding. Blocks whose numbers are too faint for such
+    scales get scales that are not finite, so that they stay raw; blocks of zeros do not.
+
+    Args:
+        x: [blocks, heads, tokens, dim].
     """
     packed, scales, biases = mx.quantize(x.astype(mx.float32), group_size=group_size, bits=bits)
+    largest, offset = (mx.abs(y).max(axis=(1, 2, 3), keepdims=True) for y in (scales, biases))
+    faint = (largest < SMALLEST_NORMAL) & (offset > 0)
+    scales = mx.where(faint, mx.nan, scales)
     return packed, scales.astype(mx.float16), biases.astype(mx.float16)
 
 

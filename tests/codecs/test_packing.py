@@ -286,3 +286,15 @@ def test_decoding_is_one_tensor_at_a_time() -> None:
     decoded = packer.decode(payloads, TOKENS)
     assert isinstance(decoded, Iterator)
     assert next(decoded).dtype == MIXED[0].dtype
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 1e-4, 1e-6, 0.0])
+def test_numbers_too_faint_for_their_scales_stay_raw(magnitude: float) -> None:
+    """float16 has no precision left for scales below 2**-14; zeros need none."""
+    specs = [TensorSpec(2, 64, mx.float32)] * 2
+    faint = Rows(make_tensors(specs)[0].array / 50 * magnitude)
+    packer = make_packer(specs, bits=8)
+    (payload,) = packer.encode([faint, make_tensors(specs)[1]], TOKENS, TOKENS)
+    assert set(payload.exceptions) == ({0} if magnitude else set())
+    decoded, _ = packer.decode([payload], TOKENS)
+    assert mx.abs(decoded - faint.rows(TOKENS, 2 * TOKENS)).max() < 1e-6
