@@ -21,9 +21,11 @@ from mlx_lm_kvcache_plugin.settings import KV_CACHE_BITS, Settings
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, Memory
 from tests.store.caches import (
     MODEL,
+    Crash,
     Machine,
     Point,
     Rows,
+    fail_on_call,
     fetch,
     insert,
     is_what_was_computed,
@@ -33,10 +35,6 @@ from tests.store.caches import (
 
 TINY: dict[str, Any] = {"layers": 1, "heads": 1, "dim": 2}
 """For what is about tokens and not about numbers."""
-
-
-class Crash(Exception):
-    """What the tests make fail."""
 
 
 class Events(list[Event]):
@@ -51,20 +49,6 @@ class Events(list[Event]):
         for event in self.of(Evict):
             causes[event.cause] = causes.get(event.cause, 0) + event.blocks
         return causes
-
-
-def fail_on_call(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, but for one call that raises `Crash`."""
-    calls = 0
-
-    def failing(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            raise Crash
-        return function(*args, **options)
-
-    return failing
 
 
 def state_of(cache: PrefixCache) -> tuple[Any, ...]:

@@ -118,3 +118,21 @@ def is_what_was_computed(
         one.dtype == other.dtype and bool(mx.array_equal(one, other))
         for one, other in zip(fetched.tensors, wanted, strict=True)
     )
+
+
+class Crash(Exception):
+    """What the tests make fail."""
+
+
+def fail_on_call(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but for one call that raises `Crash`."""
+    calls = 0
+
+    def failing(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise Crash
+        return function(*args, **options)
+
+    return failing

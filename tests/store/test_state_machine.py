@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +17,10 @@ from mlx_lm_kvcache_plugin.events import Event, Evict, Hit, Insert, Miss
 from mlx_lm_kvcache_plugin.fetched import Fetched
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, logger
 from tests.store.caches import (
+    Crash,
     Machine,
     Point,
+    fail_on_call,
     insert,
     is_what_was_computed,
     make_cache,
@@ -46,10 +48,6 @@ sequences = st.lists(st.sampled_from(RUNS), max_size=7).map(lambda runs: tuple(c
 """Of so few runs that any two of them are likely to begin alike."""
 
 
-class Crash(Exception):
-    """What the tests make fail."""
-
-
 def common(one: Sequence, other: Sequence) -> int:
     length = 0
     while length < min(len(one), len(other)) and one[length] == other[length]:
@@ -57,21 +55,9 @@ def common(one: Sequence, other: Sequence) -> int:
     return length
 
 
-@contextmanager
-def crashing(name: str, on_call: int) -> Iterator[None]:
+def crashing(name: str, on_call: int) -> AbstractContextManager[object]:
     """Make the codec's method fail when it is called for the n-th time."""
-    method = getattr(RawCodec, name)
-    calls = 0
-
-    def fail(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == on_call:
-            raise Crash
-        return method(*args, **options)
-
-    with patch.object(RawCodec, name, fail):
-        yield
+    return patch.object(RawCodec, name, fail_on_call(on_call, getattr(RawCodec, name)))
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
