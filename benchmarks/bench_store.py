@@ -39,6 +39,8 @@ SMALL = ModelShape(layers=8, heads=4, head_dim=64)
 LARGE = ModelShape(layers=8, heads=4, head_dim=128)
 TINY = ModelShape(layers=1, heads=1, head_dim=64)
 
+CODECS = ("rotated", "affine")
+
 
 def bytes_held(quick: bool) -> Iterator[Row]:
     """Everything that 4,096 tokens take, index included, per byte of 16-bit KV.
@@ -146,11 +148,10 @@ def fidelity(quick: bool) -> Iterator[Row]:
     tensors: Any = tensors_of(read(topic_ids(TOPICS[0], tokens)))
     sixteen_bit = [PlainTensor(tensor.array.astype(mx.float16)) for tensor in tensors]
     for name, side, limit in (("keys", 0, 0.055), ("values", 1, 0.085)):
+        stores = (make_store(kv_cache_bits=4, kv_cache_codec=codec) for codec in CODECS)
         rotated, affine = (
-            relative_error(make_store(kv_cache_bits=4, kv_cache_codec=codec)[1],
-                           sixteen_bit[side::2], tokens)
-            for codec in ("rotated", "affine")
-        )  # fmt: skip
+            relative_error(cache, sixteen_bit[side::2], tokens) for _, cache in stores
+        )
         what = f"SmolLM2, {tokens:,} tokens, 4 bits rotated, relative error of {name}"
         yield Row(what, rotated, limit, f"affine {affine:.3f}")
 

@@ -39,11 +39,7 @@ class ModelShape:
 
     def _layer(self, tokens: int) -> KVCache:
         cache: Any = KVCache()
-        shape = (1, self.heads, tokens, self.head_dim)
-        cache.update_and_fetch(
-            mx.random.normal(shape).astype(self.dtype), mx.random.normal(shape).astype(self.dtype)
-        )
-        mx.eval(cache.keys, cache.values)
+        _append(cache, (1, self.heads, tokens, self.head_dim), self.dtype)
         return cache
 
 
@@ -51,12 +47,13 @@ def extend(caches: Sequence[Any], tokens: int) -> None:
     """Append random tokens to every layer, as generating them would."""
     for cache in caches:
         _, heads, _, dim = cache.keys.shape
-        shape = (1, heads, tokens, dim)
-        cache.update_and_fetch(
-            mx.random.normal(shape).astype(cache.keys.dtype),
-            mx.random.normal(shape).astype(cache.keys.dtype),
-        )
-        mx.eval(cache.keys, cache.values)
+        _append(cache, (1, heads, tokens, dim), cache.keys.dtype)
+
+
+def _append(cache: Any, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+    """Append random keys and values of that shape."""
+    cache.update_and_fetch(*(mx.random.normal(shape).astype(dtype) for _ in range(2)))
+    mx.eval(cache.keys, cache.values)
 
 
 @functools.cache

@@ -220,14 +220,8 @@ class Settings:
         values, sources = _collect(given or {}, environ or {})
         _refuse_contradictions(values, sources)
         bits = values.get("kv_cache_bits")
-        quantizes = values.keys() & {
-            "kv_cache_quantization",
-            "kv_cache_value_bits",
-            "kv_cache_group_size",
-            "kv_cache_codec",
-        }
         codec = values.get("kv_cache_codec")
-        if bits is None and quantizes and codec != "raw":
+        if bits is None and codec != "raw" and not values.keys().isdisjoint(_ENCODING):
             bits = RECOMMENDED_BITS
         memory_mb = values.get("cache_memory_mb")
         default_percent = DEFAULT_MEMORY_PERCENT if memory_mb is None else None
@@ -264,6 +258,7 @@ def _collect(
 
 
 _QUANTIZING = ("kv_cache_bits", "kv_cache_quantization", "kv_cache_value_bits")
+_ENCODING = (*_QUANTIZING, "kv_cache_group_size", "kv_cache_codec")
 
 
 def _refuse_contradictions(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
@@ -273,7 +268,7 @@ def _refuse_contradictions(values: Mapping[str, Any], sources: Mapping[str, str]
     def refuse(one: str, other: str, why: str) -> None:
         raise SettingsError(f"{sources[one]} and {sources[other]} {why}")
 
-    for name in (*_QUANTIZING, "kv_cache_group_size", "kv_cache_codec"):
+    for name in _ENCODING:
         if both(name, "disable_prefix_cache"):
             refuse(name, "disable_prefix_cache", "contradict each other: use one of them")
     if both("cache_memory_mb", "cache_memory_percent"):

@@ -61,23 +61,25 @@ KVTensor = PlainTensor | QuantizedTensor
 
 def tensors_of(caches: LayerCaches) -> list[KVTensor] | None:
     """Keys and values of each layer in turn; None if a layer is of another kind."""
-    tensors: list[KVTensor] = []
-    for cache in caches:
-        if type(cache) not in (KVCache, QuantizedKVCache) or cache.keys is None:
-            return None
-        for side in (cache.keys, cache.values):
-            if type(cache) is QuantizedKVCache:
-                tensors.append(QuantizedTensor(tuple(side), cache.group_size, cache.bits))
-            else:
-                tensors.append(PlainTensor(side))
-    batch_sizes = {cache_batch_size(cache) for cache in caches}
-    return tensors if batch_sizes == {1} else None
+    if not are_rows_per_token(caches):
+        return None
+    return [
+        QuantizedTensor(tuple(side), cache.group_size, cache.bits)
+        if type(cache) is QuantizedKVCache
+        else PlainTensor(side)
+        for cache in caches
+        for side in (cache.keys, cache.values)
+    ]
 
 
-def cache_batch_size(cache: Any) -> int:
-    """How many sequences a plain cache holds side by side."""
-    keys = cache.keys[0] if isinstance(cache.keys, tuple | list) else cache.keys
-    return int(keys.shape[0])
+def are_rows_per_token(caches: LayerCaches) -> bool:
+    """Whether every layer is plain, or plain and live-quantized, and holds one sequence."""
+    return bool(caches) and all(
+        type(cache) in (KVCache, QuantizedKVCache)
+        and cache.keys is not None
+        and (cache.keys[0] if type(cache) is QuantizedKVCache else cache.keys).shape[0] == 1
+        for cache in caches
+    )
 
 
 def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
@@ -101,7 +103,7 @@ def computed_tokens(caches: LayerCaches, key_tokens: int) -> int | None:
     offsets = {cache.offset for cache in filled if isinstance(getattr(cache, "offset", None), int)}
     if not offsets:
         return key_tokens
-    if tensors_of(caches) is not None:
+    if are_rows_per_token(caches):
         return int(min(key_tokens, *offsets))
     agreed = int(offsets.pop())
     return None if offsets or agreed > key_tokens else agreed

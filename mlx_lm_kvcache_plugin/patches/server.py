@@ -113,12 +113,11 @@ class ServerPatch:
 
     def _switch_on(self, settings: Settings | None) -> None:
         """Bind our classes; without settings, a cache reads the environment when it is made."""
-        for name, bind in (
-            ("LRUPromptCache", self._bind_prompt_cache),
-            ("ModelProvider", self._bind_model_provider),
-            ("BatchGenerator", self._bind_batch_generator),
-        ):
-            setattr(self._module, name, bind(self._stock[name], settings))
+        vars(self._module).update(
+            LRUPromptCache=self._bind_prompt_cache(self._stock["LRUPromptCache"], settings),
+            ModelProvider=self._bind_model_provider(self._stock["ModelProvider"]),
+            BatchGenerator=self._bind_batch_generator(self._stock["BatchGenerator"]),
+        )
 
     def _switch_off(self) -> None:
         vars(self._module).update(self._stock)
@@ -126,18 +125,18 @@ class ServerPatch:
     def _bind_prompt_cache(self, stock: Any, settings: Settings | None) -> type:
         patch = self
 
+        def chosen() -> Settings:
+            return settings or Settings.resolve(None, os.environ)
+
         class LRUPromptCache(PrefixPromptCache):
             def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-                chosen = settings or Settings.resolve(None, os.environ)
-                if mx.distributed.init().size() > 1 and not chosen.disabled:
+                if mx.distributed.init().size() > 1 and not chosen().disabled:
                     logger.warning("prefix cache: off, since it does not serve several ranks yet")
                     return stock(*args, **kwargs)
                 return super().__new__(cls)
 
             def __init__(self, max_size: int = StockDefault(10), max_bytes: int = NO_LIMIT) -> None:
-                chosen = settings or Settings.resolve(None, os.environ)
-                cache = patch._build_cache(chosen, max_size, max_bytes)
-                super().__init__(cache)
+                super().__init__(patch._build_cache(chosen(), max_size, max_bytes))
 
         return LRUPromptCache
 
@@ -170,7 +169,7 @@ class ServerPatch:
         generator = self._generator() if self._generator else None
         return self._prompt_cache_bytes - (generator.prompt_cache_nbytes if generator else 0)
 
-    def _bind_model_provider(self, stock: Any, settings: Settings | None) -> type:
+    def _bind_model_provider(self, stock: Any) -> type:
         patch = self
 
         class ModelProvider(stock):  # type: ignore[misc]
@@ -195,7 +194,7 @@ class ServerPatch:
         except Exception as error:
             logger.warning("prefix cache: nothing can be told about it yet: %r", error)
 
-    def _bind_batch_generator(self, stock: Any, settings: Settings | None) -> type:
+    def _bind_batch_generator(self, stock: Any) -> type:
         patch = self
 
         class BatchGenerator(stock):  # type: ignore[misc]

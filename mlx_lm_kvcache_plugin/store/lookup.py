@@ -52,14 +52,19 @@ class Lookup:
 
     def match(self, namespace: Hashable, tokens: Tokens) -> Match:
         """The longest stored run that `tokens` begin with, to the token."""
-        path = self.walk(namespace, tokens)
-        node: Block | None = path[-1] if path else self._roots.get(namespace)
+        path, children, rows = self._walk_on(namespace, tokens)
         whole = len(path) * self.block_tokens
-        if node is not None:
-            child, rows = self.longest_run(node, tokens[whole:])
-            if child is not None:
-                return Match((*path, child), rows, whole + rows)
+        if children:
+            return Match((*path, children[0]), rows, whole + rows)
         return Match(tuple(path), self.block_tokens if path else 0, whole)
+
+    def _walk_on(self, namespace: Hashable, tokens: Tokens) -> tuple[list[Block], list[Block], int]:
+        """The complete blocks, the children behind them that agree longest, and for how long."""
+        path: list[Block] = self.walk(namespace, tokens)
+        node = path[-1] if path else self._roots.get(namespace)
+        if node is None:
+            return path, [], 0
+        return path, *self._agreeing(node, tokens[len(path) * self.block_tokens :])
 
     def longest_run(self, node: Block, tokens: Tokens) -> tuple[Block | None, int]:
         """The child of `node` that agrees with the longest run of `tokens`, and its length."""
@@ -106,18 +111,13 @@ class Lookup:
         Args:
             accept: whether a checkpoint's payload will do.
         """
-        path = self.walk(namespace, tokens)
-        node: Block | None = path[-1] if path else self._roots.get(namespace)
-        if node is None:
-            return None, 0
-        shared = len(path) * self.block_tokens
-        children, rows = self._agreeing(node, tokens[shared:])
-        waiting = deque(children if rows else path[-1:])
+        path, children, rows = self._walk_on(namespace, tokens)
+        waiting = deque(children or path[-1:])
         for _ in range(LOOK_AHEAD_NODES):
             if not waiting:
                 break
             node = waiting.popleft()
             if not node.key and node.payload is not None and accept(node.payload):
-                return node, shared + rows
+                return node, len(path) * self.block_tokens + rows
             waiting += node.children.values()
         return None, 0
