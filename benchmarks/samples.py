@@ -12,7 +12,8 @@ import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from demo.smollm2 import default_cache_dir, ensure_model
+from demo.model_folder import default_cache_dir
+from demo.smollm2 import ensure_model
 
 TOPICS = ("string-methods", "compound", "debugger", "formatstrings")
 """Chapters of the Python reference, which every CPython ships as text."""

@@ -1,4 +1,4 @@
-"""Run the demo: two chats with the same long system prompt, with and without a prefix cache."""
+"""Run the demo: two chats or texts that begin alike, with and without a prefix cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,15 @@ from typing import Any
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from . import DemoError, prompts, report, smollm2
-from .client import Message, Reply, chat, complete
+from . import DemoError, prompts, report
+from .client import Reply, complete
+from .model_folder import default_cache_dir
+from .models import MODELS, Model
 from .server import Server, find_openblas, free_ports
+from .sessions import Session
 
 LENGTHS_TOKENS = (120, 800)
-"""Shortest and longest system prompt. The machine's speed decides, see `prompt_length`."""
+"""Shortest and longest beginning. The machine's speed decides, see `prompt_length`."""
 
 REQUESTS_LIMIT_S = 200.0
 QUICK_LIMIT_S = 60.0
@@ -30,7 +33,7 @@ QUICK_LIMIT_S = 60.0
 cores without OpenBLAS (8 to 12 tokens/s); starting, converting and a busy machine need the rest."""
 
 TURN_TOKENS = 40
-"""About what a question, its answer and the chat template add to a chat."""
+"""About what a line, its answer and the chat template add to a prompt."""
 
 PROBE = "The harbour lies at the end of the street, behind the old customs house. " * 3
 
@@ -45,17 +48,7 @@ class Plan:
 
     @property
     def requests(self) -> int:
-        return self.turns + 1  # the second chat has one turn
-
-
-Model = Callable[[Path], Path]
-
-MODELS: dict[str, Model] = {
-    "smollm2": lambda cache_dir: smollm2.ensure_model(
-        cache_dir, progress=lambda names: tqdm(names, desc="convert the weights", unit="tensor")
-    ),
-}
-"""How each model's folder is made, by name."""
+        return self.turns + 1  # the second session has one turn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,11 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # so that a terminated demo unwinds, and ends its servers too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     plan = Plan(args.turns, args.max_tokens, QUICK_LIMIT_S if args.quick else REQUESTS_LIMIT_S)
-    flags_on = ["--kv-cache-bits", str(args.bits)]
+    model = MODELS[args.model]
+    bits = model.bits if args.bits is None else args.bits
+    flags_on = ["--kv-cache-bits", str(bits)]
     try:
-        folder = MODELS[args.model](smollm2.default_cache_dir())
+        folder = model.ensure(
+            default_cache_dir(),
+            lambda names: tqdm(names, desc="convert the weights", unit="tensor"),
+        )
         print(f"model: {folder}")
-        print(run(folder, plan, flags_on, ["--disable-prefix-cache"]))
+        print(run(model, folder, plan, flags_on, ["--disable-prefix-cache"]))
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
@@ -80,15 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
+    defaults = ", ".join(f"{model.bits} for {name}" for name, model in MODELS.items())
     parser.add_argument(
-        "--bits", type=int, default=4, help="the server's --kv-cache-bits (default: %(default)s)"
+        "--bits", type=int, help=f"the server's --kv-cache-bits (default: {defaults})"
     )
     parser.add_argument(
         "--turns",
         type=int,
         default=3,
         choices=range(1, len(prompts.FIRST_CHAT) + 1),
-        help="turns of the first chat (default: %(default)s)",
+        help="turns of the first chat or text (default: %(default)s)",
     )
     parser.add_argument(
         "--max-tokens", type=int, default=16, help="tokens of an answer (default: %(default)s)"
@@ -96,16 +95,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a shorter system prompt where the machine is slow, about a third of the time",
+        help="a shorter beginning where the machine is slow, about a third of the time",
     )
     return parser.parse_args(argv)
 
 
-def run(folder: Path, plan: Plan, flags_on: Sequence[str], flags_off: Sequence[str]) -> str:
-    """Start both servers, hold the chats at both, and return the report.
+def run(
+    model: Model, folder: Path, plan: Plan, flags_on: Sequence[str], flags_off: Sequence[str]
+) -> str:
+    """Start both servers, hold the sessions at both, and return the report.
 
     Args:
-        folder: the model.
+        folder: the model's.
         flags_on: what turns the prefix cache on.
         flags_off: what turns it off.
     """
@@ -121,13 +122,14 @@ def run(folder: Path, plan: Plan, flags_on: Sequence[str], flags_off: Sequence[s
             for port, flags in zip(ports, (flags_on, flags_off), strict=True)
         )
         speed = start(on, off)
-        system = _system_prompt(folder, prompt_length(speed, plan))
-        rows = hold_chats(on, off, system, plan)
+        beginning = _beginning(folder, prompt_length(speed, plan))
+        rows = hold(model.sessions(beginning, plan.turns), on, off, plan)
         held = report.held_bytes(on.quiet_log_text())
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     parts = (
         report.table(rows),
         report.legend(flags_on, flags_off),
+        report.answers(rows),
         report.memory(held, report.fp16_bytes_per_token(config)),
     )
     return "\n" + "\n\n".join(parts)
@@ -150,7 +152,7 @@ def start(on: Server, off: Server) -> float:
 
 
 def prompt_length(tokens_per_s: float, plan: Plan) -> int:
-    """The system prompt's length in tokens with which the requests take about `plan.limit_s`.
+    """The beginning's length in tokens with which the requests take about `plan.limit_s`.
 
     Without a cache each request prefills it; with a cache only the first one does. What the turns
     add and what is generated is taken off first.
@@ -163,36 +165,33 @@ def prompt_length(tokens_per_s: float, plan: Plan) -> int:
     return int(min(max(length, shortest), longest))
 
 
-def _system_prompt(folder: Path, limit_tokens: int) -> str:
+def _beginning(folder: Path, limit_tokens: int) -> str:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return prompts.system_prompt(limit_tokens, lambda text: len(tokenizer.encode(text).ids))
 
 
-def hold_chats(on: Server, off: Server, system: str, plan: Plan) -> list[report.Row]:
-    """Hold both chats; every request goes to both servers, one after the other, never at once."""
+def hold(sessions: Sequence[Session], on: Server, off: Server, plan: Plan) -> list[report.Row]:
+    """Hold the sessions; every request goes to both servers, one after the other, never at once."""
     rows = []
     with tqdm(total=2 * plan.requests, desc="requests", unit="request") as bar, ticking(bar):
-        for name, questions in (
-            ("chat 1", prompts.FIRST_CHAT[: plan.turns]),
-            ("chat 2", (prompts.SECOND_CHAT,)),
-        ):
-            messages: list[Message] = [{"role": "system", "content": system}]
-            for turn, question in enumerate(questions, start=1):
-                messages.append({"role": "user", "content": question})
-                replies = _ask_both(on, off, messages, plan.max_tokens, bar)
-                rows.append(_row(f"{name}, turn {turn}", *replies))
-                answer = replies[0].text
-                messages.append({"role": "assistant", "content": answer})
-                tqdm.write(f"{name}  {question}  ->  {' '.join(answer.split())}", sys.stdout)
+        for session in sessions:
+            for turn, line in enumerate(session.lines, start=1):
+                session.say(line)
+                with_cache, without_cache = _ask_both(session, on, off, plan.max_tokens, bar)
+                rows.append(_row(f"{session.name}, turn {turn}", with_cache, without_cache))
+                answer = with_cache.text
+                session.keep(answer)
+                shown = f"{session.name}  {line.strip()}  ->  {' '.join(answer.split())}"
+                tqdm.write(shown, sys.stdout)
     return rows
 
 
 def _ask_both(
-    on: Server, off: Server, messages: Sequence[Message], max_tokens: int, bar: tqdm[Any]
+    session: Session, on: Server, off: Server, max_tokens: int, bar: tqdm[Any]
 ) -> tuple[Reply, Reply]:
-    with_cache = chat(on, messages, max_tokens=max_tokens)
+    with_cache = session.ask(on, max_tokens)
     bar.update()
-    without_cache = chat(off, messages, max_tokens=max_tokens)
+    without_cache = session.ask(off, max_tokens)
     bar.update()
     if without_cache.cached_tokens:
         raise DemoError("the server without a prefix cache reports a hit: nothing to compare with")
@@ -201,7 +200,12 @@ def _ask_both(
 
 def _row(label: str, on: Reply, off: Reply) -> report.Row:
     return report.Row(
-        label, on.prompt_tokens, on.cached_tokens, on.first_token_s, off.first_token_s
+        label,
+        on.prompt_tokens,
+        on.cached_tokens,
+        on.first_token_s,
+        off.first_token_s,
+        same_answer=on.text == off.text,
     )
 
 

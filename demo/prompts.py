@@ -1,7 +1,7 @@
-"""What the demo's chats say: a long system prompt, cut to a length in tokens, and the questions.
+"""What the demo's prompts say: a long beginning, cut to a length in tokens, and what follows it.
 
 Manners, not facts: a model of 135M parameters cannot look things up in a long text, but it knows
-the answers to the questions.
+the answers to the questions. A base model is not asked anything: it goes on with the manners.
 """
 
 from __future__ import annotations
@@ -68,6 +68,17 @@ FIRST_CHAT = (
     "What is the opposite of hot?",
 )
 SECOND_CHAT = "Who wrote Romeo and Juliet?"
+
+FIRST_DRAFT = (
+    " Above all,",
+    " On a rainy day,",
+    " With very young children,",
+    " With older children,",
+    " Before a test,",
+    " At the end of the year,",
+)
+SECOND_DRAFT = " keep calm. When a child is sad,"
+"""Follows the first line of the first draft, in place of the model's answer."""
 
 
 def system_prompt(limit_tokens: int, count: Callable[[str], int]) -> str:

