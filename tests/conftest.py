@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -49,6 +50,14 @@ def run_python(tmp_path: Path) -> RunPython:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model, by the name of its file in mlx-lm: built once for all tests."""
+    from tests.families import build
+
+    return cache(lambda name: build(tmp_path_factory.mktemp(name), name))
 
 
 @pytest.fixture

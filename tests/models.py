@@ -16,31 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.weights import LOGITS_GAIN, VOCABULARY, random_weights
 
 ROLES = ("system", "user", "assistant")
 SPECIAL_TOKENS = ("<|end|>", *(f"<|{role}|>" for role in ROLES))
 END_TOKEN = 256
 ROLE_TOKENS = {role: END_TOKEN + 1 + place for place, role in enumerate(ROLES)}
-VOCABULARY = 300
 WINDOW = 32
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-# What came before has to have a strong say, or the last token alone would decide on the next.
-EMBEDDING_GAIN = 0.1
-GAINS = {"q_proj": 2, "k_proj": 2, "o_proj": 2}
-SLOW_DECAY = -4.0  # the bias of a recurrent layer's steps: small ones, so that it remembers
-LOGITS_GAIN = 8.0
-
-PRINTABLE = range(0x21, 0x7F)
-"""The bytes that a model may answer with."""
 
 COMMON = {
     "hidden_size": 64,
@@ -56,7 +46,7 @@ COMMON = {
 
 def llama(folder: Path, *, head_dim: int = 64, **options: Any) -> Path:
     """Plain `KVCache` in all layers."""
-    return _build(folder, {**COMMON, "model_type": "llama", "head_dim": head_dim}, **options)
+    return build(folder, {**COMMON, "model_type": "llama", "head_dim": head_dim}, **options)
 
 
 def gemma(folder: Path, **options: Any) -> Path:
@@ -72,7 +62,7 @@ def gemma(folder: Path, **options: Any) -> Path:
         "sliding_window": WINDOW,
         "sliding_window_pattern": 2,
     }
-    return _build(folder, config, **options)
+    return build(folder, config, **options)
 
 
 def mamba(folder: Path, **options: Any) -> Path:
@@ -86,7 +76,7 @@ def mamba(folder: Path, **options: Any) -> Path:
         "use_conv_bias": False,
         "time_step_rank": 4,
     }
-    return _build(folder, config, **options)
+    return build(folder, config, **options)
 
 
 def lfm(folder: Path, **options: Any) -> Path:
@@ -105,7 +95,7 @@ def lfm(folder: Path, **options: Any) -> Path:
         "block_auto_adjust_ff_dim": False,
         "full_attn_idxs": [1],
     }
-    return _build(folder, config, **options)
+    return build(folder, config, **options)
 
 
 def deepseek(folder: Path, **options: Any) -> Path:
@@ -120,7 +110,7 @@ def deepseek(folder: Path, **options: Any) -> Path:
         "v_head_dim": 32,
         "first_k_dense_replace": 2,
     }
-    return _build(folder, config, **options)
+    return build(folder, config, **options)
 
 
 def minicpm(folder: Path, **options: Any) -> Path:
@@ -139,7 +129,7 @@ def minicpm(folder: Path, **options: Any) -> Path:
         "max_position_embeddings": 4096,
         "rope_scaling": {"short_factor": [1.0] * 32, "long_factor": [1.0] * 32},
     }
-    return _build(folder, config, **options)
+    return build(folder, config, **options)
 
 
 def prompt(name: str, tokens: int) -> str:
@@ -161,46 +151,29 @@ FAMILIES: dict[str, Callable[..., Path]] = {
 }
 
 
-def _build(
+def build(
     folder: Path,
     config: dict[str, Any],
     *,
     dtype: mx.Dtype = mx.float32,
     seed: int = 0,
+    gains: Mapping[str, float] | None = None,
+    logits_gain: float = LOGITS_GAIN,
     **changes: Any,
 ) -> Path:
-    """Make the folder; `changes` are those to the configuration."""
+    """Make the folder; `changes` are those to the configuration, the rest is for the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**config, **changes, "eos_token_id": END_TOKEN}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     model_class, arguments_class = _get_classes(config)
+    mx.random.seed(seed)  # of what upstream draws itself and we leave
     model = model_class(arguments_class.from_dict(config))
-    generator = np.random.default_rng(seed)
-    weights = {
-        name: _weight(name, parameter, generator).astype(dtype)
-        for name, parameter in tree_flatten(model.parameters())
-    }
+    weights = random_weights(
+        model, dtype=dtype, seed=seed, gains=gains or {}, logits_gain=logits_gain
+    )
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     _build_tokenizer(folder)
     return folder
-
-
-def _weight(name: str, parameter: mx.array, generator: np.random.Generator) -> mx.array:
-    if name.endswith("bias"):
-        return mx.full(parameter.shape, SLOW_DECAY)
-    if parameter.ndim < 2 or name.endswith("A_log"):
-        return parameter  # norms and the like: as they are before any training
-    values = generator.standard_normal(parameter.shape)
-    if len(parameter) == VOCABULARY:
-        silent = np.ones((VOCABULARY, 1), bool)
-        silent[list(PRINTABLE)] = False
-        if "lm_head" in name:
-            values = np.where(silent, 0, LOGITS_GAIN / np.sqrt(parameter.shape[1]) * values)
-        else:  # Tied or not, it has to tell the silent ones from each other.
-            values = np.where(silent, 0.1, 1) * EMBEDDING_GAIN * values
-    else:
-        values *= GAINS.get(name.split(".")[-2], 1) / np.sqrt(parameter[0].size)
-    return mx.array(values.astype(np.float32))
 
 
 def _build_tokenizer(folder: Path) -> None:
