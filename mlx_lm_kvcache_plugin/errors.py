@@ -3,7 +3,8 @@
 KVCachePluginError
 ├── SettingsError (a ValueError too)   a flag, variable or argument has a value of no use
 ├── PatchRefused                       upstream does not have the shape that a patch needs
-└── CodecError (a ValueError too)      a codec is unknown or was registered twice
+├── CodecError (a ValueError too)      a codec is unknown or was registered twice
+└── LayerKindError (a ValueError too)  a layer kind is none or was registered twice
 """
 
 
@@ -21,3 +22,7 @@ class PatchRefused(KVCachePluginError):
 
 class CodecError(KVCachePluginError, ValueError):
     """A codec is unknown, or its name is already taken."""
+
+
+class LayerKindError(KVCachePluginError, ValueError):
+    """A class of cache objects cannot have this layer kind."""

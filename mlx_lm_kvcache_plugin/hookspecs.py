@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from .codecs.registry import CodecFactory
     from .events import Event
+    from .layers import LayerKind
 
 PROJECT = "mlx_lm_kvcache_plugin"
 """The name of the project, of the hook markers, and of the entry-point group."""
@@ -35,6 +36,11 @@ def kvcache_configure(
 @hookspec
 def kvcache_register_codecs(register: Callable[[str, CodecFactory], None]) -> None:
     """Call `register(name, factory)` for each codec that `--kv-cache-codec` may name."""
+
+
+@hookspec
+def kvcache_register_layer_kinds(register: Callable[[type, LayerKind], None]) -> None:
+    """Call `register(cache_class, kind)` for each class of cache objects that you know."""
 
 
 @hookspec

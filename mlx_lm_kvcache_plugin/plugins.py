@@ -17,6 +17,7 @@ from .hookspecs import PROJECT, hookimpl
 
 if TYPE_CHECKING:
     from .codecs.registry import CodecRegistry
+    from .layers import LayerKinds
 
 PLUGINS_VARIABLE = "MLX_LM_KVCACHE_PLUGINS"
 """A comma-separated list of the entry points to load; not set, all of them."""
@@ -94,6 +95,14 @@ class Plugins:
         registry = CodecRegistry()
         self.call("kvcache_register_codecs", register=registry.register)
         return registry
+
+    def layer_kinds(self) -> LayerKinds:
+        """All kinds of layers that the plugins register."""
+        from .layers import LayerKinds
+
+        kinds = LayerKinds()
+        self.call("kvcache_register_layer_kinds", register=kinds.register)
+        return kinds
 
     def _load(self, entry_point: EntryPoint) -> None:
         try:

@@ -1,8 +1,7 @@
 """The composer: from a model's tokens and layers to blocks in the store, and back.
 
-It knows no upstream class. A layer whose tokens are independent rows comes as two tensors (keys,
-values) and lives in blocks; a cache with any other layer comes as one opaque checkpoint that
-stands for exactly as many tokens as were computed.
+It knows no upstream class. Rows, one for each token, live in blocks; where a model has layers with
+windows or states too, those live at checkpoints, and it can be resumed there alone.
 """
 
 from __future__ import annotations
@@ -11,29 +10,45 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
-from .codecs.packing import Payload, Tensor, TensorSpec
+from .codecs.packing import Payload
 from .codecs.registry import CodecRegistry
-from .codecs.sequence import SequencePacker, SequencePackers
+from .codecs.sequence import SequencePackers
 from .events import Counters, Event, Evict, Hit, Insert, Miss
-from .fetched import Checkpoint, Fetched
+from .layers import Fetched, Layers
 from .settings import Settings
+from .spaces import Space, Spaces
 from .store.blocks import Block, Tokens, before_image
 from .store.budget import Budget, evict_to_limit, keep_within
-from .store.insertion import Insertion
+from .store.thinning import SYSTEM, thin
 from .store.tree import BlockTree, Cause
+from .writing import Checkpoint, Writer
 
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
 
 BLOCK_TOKENS = 128
 """Settled by bytes, fidelity and speed together: docs/decisions/0001-block-size.md."""
 
-BLOCKS_AT_ONCE = 16
-"""How many blocks are encoded in one go: few calls, and little that is not yet counted."""
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A stored prefix of a prompt.
+
+    Attributes:
+        space: where it is stored.
+        tokens: how many tokens it stands for.
+        blocks: the nodes that hold its rows; all but the last are wanted whole.
+        checkpoint: the node that holds the rest, if there is a rest.
+    """
+
+    space: Space
+    tokens: int
+    blocks: tuple[Block, ...]
+    checkpoint: Block | None = None
 
 
 class PrefixCache:
@@ -72,166 +87,132 @@ class PrefixCache:
         self.counters = Counters()
         self.packers = SequencePackers(settings, registry)
         self._emit = emit
-        self._known: dict[Hashable, SequencePacker] = {}
+        self._spaces = Spaces(self.tree, self.packers)
 
     # Fetching
 
-    def fetch(
-        self,
-        namespace: Hashable,
-        tokens: Sequence[int],
-        translate: Callable[[Fetched], Any] = lambda fetched: fetched,
-    ) -> Any:
+    def match(
+        self, namespace: Hashable, tokens: Sequence[int], most: int | None = None
+    ) -> Prefix | None:
         """The longest stored prefix of `tokens`, short of the last one: that has to be computed.
 
         Args:
             namespace: sequences of different namespaces never meet.
             tokens: of the prompt.
+            most: how many tokens it may have.
+        """
+        ids = np.array(tokens, np.int64)
+        longest = len(ids) - 1 if most is None else min(most, len(ids) - 1)
+        wanted = ids[: before_image(ids, longest)]
+        found = [self._match(space, wanted) for space in self._spaces.of(namespace)]
+        longest_first = sorted(filter(None, found), key=lambda prefix: -prefix.tokens)
+        return longest_first[0] if longest_first else None
+
+    def _match(self, space: Space, wanted: Tokens) -> Prefix | None:
+        if space.layout.needs_checkpoint:
+            return self._match_checkpoint(space, wanted)
+        match = self.tree.match(space, wanted)
+        whole_tokens = before_image(wanted, match.tokens)
+        if whole_tokens < match.tokens:  # its last blocks were evicted, or had no room
+            match = self.tree.match(space, wanted[:whole_tokens])
+        return Prefix(space, match.tokens, match.blocks) if match.tokens else None
+
+    def _match_checkpoint(self, space: Space, wanted: Tokens) -> Prefix | None:
+        for node, position in self.tree.checkpoints(space, wanted):
+            if before_image(wanted, position) == position:
+                return Prefix(space, position, tuple(node.path()[:-1]), node)
+        return None
+
+    def fetch(
+        self,
+        tokens: Sequence[int],
+        prefix: Prefix | None,
+        translate: Callable[[Fetched], Any] = lambda fetched: fetched,
+    ) -> Any:
+        """Decode what was matched.
+
+        Args:
+            tokens: of the prompt.
+            prefix: what `match` found for it, with no call in between.
             translate: makes of a `Fetched` what the caller wants; a failure of it is no hit.
 
         Returns:
-            What `translate` made of it; None if nothing that the prompt begins with is stored.
+            What `translate` made of it; None if nothing was found.
         """
         begun = time.perf_counter()
-        ids = np.array(tokens, np.int64)
-        wanted = ids[: before_image(ids, len(ids) - 1)]
-        fetch = self._fetch_tensors if namespace in self._known else self._fetch_checkpoint
-        fetched = fetch(namespace, wanted)
-        result = translate(fetched) if fetched is not None else None
+        result = None
+        if prefix is not None:
+            result = translate(self._decode(prefix))
+            self._touch(prefix, tokens)
         # Only now: what was just used is what should be left, if little may be.
         self.keep_within_budget()
-        if fetched is None:
+        if prefix is None:
             self.record(Miss(len(tokens)))
         else:
-            self.record(Hit(len(tokens), fetched.tokens, time.perf_counter() - begun))
+            self.record(Hit(len(tokens), prefix.tokens, time.perf_counter() - begun))
         return result
 
-    def _fetch_tensors(self, namespace: Hashable, wanted: Tokens) -> Fetched | None:
-        match = self.tree.match(namespace, wanted)
-        whole_tokens = before_image(wanted, match.tokens)
-        if whole_tokens < match.tokens:  # its last blocks were evicted, or had no room
-            match = self.tree.match(namespace, wanted[:whole_tokens])
-        if not match.tokens:
-            return None
-        payloads = [cast(Payload, block.payload) for block in match.blocks]
-        tensors = list(self._known[namespace].decode(payloads, match.tokens))
-        self.tree.touch(match.blocks[-1])
-        return Fetched(match.tokens, tensors)
+    def _decode(self, prefix: Prefix) -> Fetched:
+        space = prefix.space
+        rows, windows, states = [], [], []
+        if space.layout.rows:
+            payloads = [cast(Payload, block.payload) for block in prefix.blocks]
+            rows = list(space.rows.decode(payloads, prefix.tokens))
+        if prefix.checkpoint is not None:
+            checkpoint = cast(Checkpoint, prefix.checkpoint.payload)
+            windows = space.windows.decode(checkpoint.windows)
+            states = checkpoint.states.restore()
+        return Fetched(space.layout, prefix.tokens, rows, windows, states)
 
-    def _fetch_checkpoint(self, namespace: Hashable, wanted: Tokens) -> Fetched | None:
-        node, tokens = self.tree.find_checkpoint(namespace, wanted)
-        can_be_cut = attrgetter("can_be_cut")
-        longer, shared = self.tree.find_longer_checkpoint(namespace, wanted, can_be_cut)
-        surplus = 0
-        if longer is not None and shared > tokens:
-            node, tokens = longer, shared
-            surplus = longer.depth_tokens() - shared
-        if node is None:
-            return None
-        self.tree.touch(node)
-        return Fetched(tokens, checkpoint=cast(Checkpoint, node.payload), surplus_tokens=surplus)
+    def _touch(self, prefix: Prefix, tokens: Sequence[int]) -> None:
+        """Mark what was used; and the system prompt's end, where the next chat will resume."""
+        if prefix.checkpoint is not None:
+            ids = np.array(tokens[: prefix.tokens], np.int64)
+            for node, _ in self.tree.checkpoints(prefix.space, ids):
+                if node.label == SYSTEM:
+                    self.tree.touch(node)
+        self.tree.touch(prefix.checkpoint or prefix.blocks[-1])
 
     # Inserting
 
     def insert(
-        self, namespace: Hashable, tokens: Sequence[int], tensors: Sequence[Tensor], label: str
+        self, namespace: Hashable, tokens: Sequence[int], layers: Layers, label: str
     ) -> None:
-        """Store a sequence whose layers are all rows per token.
+        """Store a sequence.
 
         Args:
             namespace: sequences of different namespaces never meet.
-            tokens: as many as the tensors have rows.
-            tensors: keys and values of each layer in turn.
-            label: upstream's word for the kind of sequence.
+            tokens: as many as the layers stand for.
+            layers: what was computed for them.
+            label: the kind of sequence: upstream's word, or one of `store.thinning`.
         """
         begun = time.perf_counter()
-        with self._reporting_evictions():
-            keep_within(self.tree, self.budget)
-            ids = np.array(tokens, np.int64)
-            packers = self._packers_for(namespace, [tensor.spec for tensor in tensors])
-            blocks, rest = divmod(len(ids), self.tree.block_tokens)
-            with Insertion(self.tree, namespace, ids, label) as insertion:
-                if self._add_blocks(insertion, packers, tensors, blocks):
-                    self._add_tail(insertion, packers, tensors, rest)
-            self._settle()
-        self._record_insert(len(ids), insertion.stored_tokens, insertion.added_tokens, begun)
-
-    def _add_blocks(
-        self, insertion: Insertion, packers: SequencePacker, tensors: Sequence[Tensor], blocks: int
-    ) -> bool:
-        """Add the missing ones of the first `blocks`; False once there is no room."""
-        tokens = self.tree.block_tokens
-        while (missing := blocks - insertion.tokens // tokens) > 0:
-            before = _encodings_of(insertion.relative(tokens))
-            count = min(missing, self._blocks_at_once(insertion), 1 if before else BLOCKS_AT_ONCE)
-            if not count:
-                return False
-            packer = packers.for_block(before)
-            payloads = packer.encode(tensors, insertion.tokens, tokens, count, before)
-            keep_within(self.tree, self.budget, insertion.tip)
-            if not all(insertion.add(tokens, payload) for payload in payloads):
-                return False
-        return True
-
-    def _blocks_at_once(self, insertion: Insertion) -> int:
-        """How many blocks to encode before any of them is stored: what has room, and not many."""
-        payload = insertion.tip.payload
-        if payload is None:
-            return 1  # the first one shows how large they are
-        room_bytes = self.tree.limit_bytes - insertion.path_bytes
-        return max(0, min(BLOCKS_AT_ONCE, room_bytes // payload.nbytes))
-
-    def _add_tail(
-        self, insertion: Insertion, packers: SequencePacker, tensors: Sequence[Tensor], count: int
-    ) -> None:
-        if count and not insertion.covers(count):
-            before = _encodings_of(insertion.relative(count))
-            insertion.add(
-                count, packers.tails.encode(tensors, insertion.tokens, count, 1, before)[0]
-            )
-
-    def wants_checkpoint(self, namespace: Hashable, tokens: Sequence[int], nbytes: int) -> bool:
-        """Whether one of about that size would be new, which uses the old one, and have room."""
         ids = np.array(tokens, np.int64)
-        node, position = self.tree.find_checkpoint(namespace, ids)
-        if node is not None and position == len(ids):
-            self.tree.touch(node)
-            return False
-        return nbytes <= self.budget.allowed_bytes(self.tree.used_bytes)
-
-    def insert_checkpoint(
-        self, namespace: Hashable, tokens: Sequence[int], checkpoint: Checkpoint, label: str
-    ) -> None:
-        """Store the state of all layers after exactly these tokens."""
-        begun = time.perf_counter()
         with self._reporting_evictions():
             keep_within(self.tree, self.budget)
-            ids = np.array(tokens, np.int64)
-            if self._known.pop(namespace, None) is not None:
-                self.tree.drop(namespace, Cause.REPLACED)
-            with Insertion(self.tree, namespace, ids, label) as insertion:
-                stored = self._add_bearers(insertion, len(ids)) and (
-                    insertion.enter(0) or insertion.add(0, checkpoint)
-                )
-            if stored and checkpoint.can_be_cut:
-                self._drop_shorter(namespace, ids, insertion.tip)
+            space = self._spaces.open(namespace, layers.layout)
+            if layers.layout.needs_checkpoint and not self._wants_checkpoint(space, ids, layers):
+                return
+            insertion = Writer(self.tree, self.budget, space, layers).write(ids, label)
+            if self._is_checkpoint(insertion.tip):
+                thin(self.tree, ids, insertion.tip)
             self._settle()
-        stored_tokens = len(ids) if stored and insertion.tip in self.tree else 0
+        stored_tokens = insertion.stored_tokens
+        if layers.layout.needs_checkpoint and not self._is_checkpoint(insertion.tip):
+            stored_tokens = 0  # the way to another checkpoint is not this one's
         self._record_insert(len(ids), stored_tokens, insertion.added_tokens, begun)
 
-    def _add_bearers(self, insertion: Insertion, tokens: int) -> bool:
-        """Add nodes without payload up to exactly `tokens`; False once there is no room."""
-        while (missing := tokens - insertion.tokens) > 0:
-            count = min(missing, self.tree.block_tokens)
-            if not (insertion.enter(count) or insertion.add(count, None)):
-                return False
-        return True
+    def _is_checkpoint(self, node: Block) -> bool:
+        return node in self.tree and not node.tokens
 
-    def _drop_shorter(self, namespace: Hashable, ids: Tokens, longest: Block) -> None:
-        """Take out the checkpoints on the way to one that can be cut back to any of them."""
-        for node, _ in list(self.tree.checkpoints(namespace, ids)):
-            if node is not longest and cast(Checkpoint, node.payload).can_be_cut:
-                self.tree.remove(node)
+    def _wants_checkpoint(self, space: Space, ids: Tokens, layers: Layers) -> bool:
+        """Whether it would be new, which uses the old one, and its states alone have room."""
+        node, position = self.tree.find_checkpoint(space, ids)
+        if position == len(ids):
+            if node is not None:  # else of no tokens
+                self.tree.touch(node)
+            return False
+        return layers.state_bytes <= self.tree.limit_bytes
 
     def _settle(self) -> None:
         """Evict what was spared while it was added to, and whole sequences beyond their number."""
@@ -251,6 +232,10 @@ class PrefixCache:
                 self.tree.evict_to(max(0, n_bytes), Cause.TRIM)
             if n_sequences is not None:
                 self.tree.evict_sequences(max(0, n_sequences), Cause.TRIM)
+
+    def prefer(self, namespace: Hashable) -> None:
+        """Let everything of other namespaces be evicted before anything of this one."""
+        self.tree.renew(self._spaces.of(namespace))
 
     # Telling
 
@@ -279,18 +264,3 @@ class PrefixCache:
             self.tree.evicted_bytes.clear()
             for cause in blocks:
                 self.record(Evict(blocks[cause], n_bytes[cause], cause.value))
-
-    def _packers_for(self, namespace: Hashable, specs: Sequence[TensorSpec]) -> SequencePacker:
-        packers = self._known.get(namespace)
-        if packers is None or packers.blocks.specs != tuple(specs):
-            # What is stored of a model that looks different now can never be used again.
-            self.tree.drop(namespace, Cause.REPLACED)
-            for other in [name for name in self._known if not self.tree.has(name)]:
-                del self._known[other]
-            packers = self._known[namespace] = self.packers.for_specs(specs)
-        return packers
-
-
-def _encodings_of(block: Block | None) -> int:
-    """How often the rows that were fetched from a block had gone through the codec for blocks."""
-    return block.payload.encodings if block and isinstance(block.payload, Payload) else 0

@@ -21,6 +21,7 @@ MIB = 1 << 20
 DEFAULT_MEMORY_PERCENT = 0.20
 DEFAULT_GROUP_SIZE = 64
 RECOMMENDED_BITS = 8
+DEFAULT_CHECKPOINT_TOKENS = 2048
 
 _LARGEST_MEMORY_MB = 1 << 40
 """An exbibyte: more is a slip of the pen, and the product with 2^20 must stay an honest size."""
@@ -52,6 +53,13 @@ def parse_memory_mb(text: str) -> int:
         raise SettingsError(f"{value} MB is no budget; to keep nothing use --disable-prefix-cache")
     if value > _LARGEST_MEMORY_MB:
         raise SettingsError(f"{value} MB is more than any machine has")
+    return value
+
+
+def _checkpoint_tokens(text: str) -> int:
+    value = _whole_number(text)
+    if value < 0:
+        raise SettingsError(f"{value} is no number of tokens; 0 sets none on the way")
     return value
 
 
@@ -150,6 +158,14 @@ OPTIONS = (
         f"The same as --kv-cache-bits {RECOMMENDED_BITS}",
     ),
     Option(
+        "kv_cache_checkpoint_tokens",
+        _checkpoint_tokens,
+        "N",
+        "For models that can be resumed at checkpoints alone (sliding windows, recurrent layers): "
+        f"set one every N tokens of a long prompt (default: {DEFAULT_CHECKPOINT_TOKENS}; 0: only "
+        "where turns end)",
+    ),
+    Option(
         "cache_memory_mb",
         parse_memory_mb,
         "N",
@@ -179,6 +195,7 @@ class Settings:
         key_bits, value_bits: bits per element, None for full precision.
         group_size: elements that share a scale and a bias.
         codec: name of the codec for whole blocks.
+        checkpoint_tokens: the most tokens of a prompt between two checkpoints, 0 for any number.
         memory_mb: hard limit in MB of 2^20 bytes, or None.
         memory_percent: share of the available memory as a fraction, or None; one of both is set.
         disabled: keep nothing.
@@ -189,6 +206,7 @@ class Settings:
     value_bits: int | None = None
     group_size: int = DEFAULT_GROUP_SIZE
     codec: str = "raw"
+    checkpoint_tokens: int = DEFAULT_CHECKPOINT_TOKENS
     memory_mb: int | None = None
     memory_percent: float | None = DEFAULT_MEMORY_PERCENT
     disabled: bool = False
@@ -230,6 +248,7 @@ class Settings:
             value_bits=values.get("kv_cache_value_bits", bits),
             group_size=values.get("kv_cache_group_size", DEFAULT_GROUP_SIZE),
             codec=codec or ("raw" if bits is None else "rotated"),
+            checkpoint_tokens=values.get("kv_cache_checkpoint_tokens", DEFAULT_CHECKPOINT_TOKENS),
             memory_mb=memory_mb,
             memory_percent=values.get("cache_memory_percent", default_percent),
             disabled="disable_prefix_cache" in values,

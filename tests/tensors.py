@@ -21,3 +21,11 @@ class Rows:
 
     def rows(self, start: int, stop: int) -> mx.array:
         return self.array[:, start:stop]
+
+
+class Window(Rows):
+    """The same for a layer that holds the last tokens alone."""
+
+    @property
+    def length(self) -> int:
+        return int(self.array.shape[1])

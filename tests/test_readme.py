@@ -17,8 +17,10 @@ def results(name: str) -> list[dict]:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
 
 
-@pytest.mark.parametrize("row", results("bench_store"), ids=lambda row: row["what"])
-def test_the_stores_figures_are_the_measured_ones(row: dict) -> None:
+@pytest.mark.parametrize(
+    "row", [*results("bench_store"), *results("bench_chat")], ids=lambda row: row["what"]
+)
+def test_the_figures_are_the_measured_ones(row: dict) -> None:
     """Each row of the results stands in the table, with its value and its target."""
     (line,) = [line for line in README.splitlines() if line.startswith(f"| {row['what']} |")]
     assert f"| {row['value']:.3g}" in line

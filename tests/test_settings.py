@@ -19,6 +19,13 @@ RIGHT: dict[str, dict[str, Any]] = {
     "kv_cache_group_size": {"32": 32, "64": 64, "128": 128},
     "kv_cache_codec": {"rotated": "rotated", " raw": "raw", "of-a-plugin": "of-a-plugin"},
     "kv_cache_quantization": {"1": True, "true": True, "Yes": True, " on ": True},
+    "kv_cache_checkpoint_tokens": {
+        "0": 0,
+        "1": 1,
+        " 512 ": 512,
+        "+2048": 2048,
+        "9" * 18: 10**18 - 1,
+    },
     "cache_memory_mb": {"1": 1, "4096": 4096, " 8192 ": 8192, str(1 << 40): 1 << 40},
     "cache_memory_percent": {
         "0.2": 0.2,
@@ -43,6 +50,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "kv_cache_group_size": ("16", "7", "256", "0", "-64", *NUMBERS_THAT_ARE_NONE),
     "kv_cache_codec": ("", "  "),
     "kv_cache_quantization": ("2", "", "maybe", "-1"),
+    "kv_cache_checkpoint_tokens": ("-1", "-2048", "2k", "9" * 30, *NUMBERS_THAT_ARE_NONE),
     "cache_memory_mb": (
         ("0", "-5", "1e30", "8GB", "8 GB", "1.5", "9" * 18, "9" * 30, *NUMBERS_THAT_ARE_NONE)
     ),
@@ -70,6 +78,7 @@ def test_the_flags_and_their_variables() -> None:
         "--kv-cache-group-size": "MLX_LM_KV_CACHE_GROUP_SIZE",
         "--kv-cache-codec": "MLX_LM_KV_CACHE_CODEC",
         "--kv-cache-quantization": "MLX_LM_KV_CACHE_QUANTIZATION",
+        "--kv-cache-checkpoint-tokens": "MLX_LM_KV_CACHE_CHECKPOINT_TOKENS",
         "--cache-memory-mb": "MLX_LM_CACHE_MEMORY_MB",
         "--cache-memory-percent": "MLX_LM_CACHE_MEMORY_PERCENT",
         "--disable-prefix-cache": "MLX_LM_DISABLE_PREFIX_CACHE",
@@ -128,6 +137,8 @@ def test_a_wrong_value_of_a_variable(name: str, text: str) -> None:
         ("kv_cache_bits", "7", "7 is not one of 2, 3, 4, 5, 6, 8"),
         ("kv_cache_bits", "four", "'four' is not a whole number"),
         ("kv_cache_group_size", "16", "16 is not one of 32, 64, 128"),
+        ("kv_cache_checkpoint_tokens", "-1", "-1 is no number of tokens; 0 sets none on the way"),
+        ("kv_cache_checkpoint_tokens", "2k", "'2k' is not a whole number"),
         ("cache_memory_mb", "8GB", "it counts MB, so 8 GB is 8192"),
         ("cache_memory_mb", "0", "to keep nothing use --disable-prefix-cache"),
         ("cache_memory_percent", "20", "for 20 percent write 20%"),
@@ -171,6 +182,7 @@ def test_the_defaults() -> None:
         "value_bits": None,
         "group_size": 64,
         "codec": "raw",
+        "checkpoint_tokens": 2048,
         "memory_mb": None,
         "memory_percent": 0.20,
         "disabled": False,
@@ -205,6 +217,8 @@ def test_bits_turn_the_default_codec_on(bits: int) -> None:
         ({"kv_cache_codec": "of-a-plugin"}, 8, 8, "of-a-plugin"),
         ({"kv_cache_codec": "raw"}, None, None, "raw"),
         ({"kv_cache_codec": "raw", "kv_cache_group_size": 32}, None, None, "raw"),
+        ({"kv_cache_checkpoint_tokens": 512}, None, None, "raw"),
+        ({"kv_cache_checkpoint_tokens": 512, "kv_cache_bits": 4}, 4, 4, "rotated"),
         ({"cache_memory_mb": 100}, None, None, "raw"),
         ({"cache_memory_percent": 0.5}, None, None, "raw"),
         ({"disable_prefix_cache": True}, None, None, "raw"),
@@ -217,6 +231,7 @@ def test_what_is_not_given_follows_from_what_is(
     settings = Settings.resolve(given)
     assert (settings.key_bits, settings.value_bits, settings.codec) == (key_bits, value_bits, codec)
     assert settings.group_size == given.get("kv_cache_group_size", 64)
+    assert settings.checkpoint_tokens == given.get("kv_cache_checkpoint_tokens", 2048)
     assert settings.disabled == ("disable_prefix_cache" in given)
     assert settings.requested
 
@@ -294,11 +309,25 @@ def test_contradictions_are_refused(
         {"disable_prefix_cache": True, "cache_memory_percent": 0.2},
         {"kv_cache_bits": 4, "cache_memory_mb": 100, "kv_cache_value_bits": 3},
         {"kv_cache_codec": "raw", "cache_memory_mb": 100},
+        {"kv_cache_checkpoint_tokens": 0, "disable_prefix_cache": True},
+        {"kv_cache_checkpoint_tokens": 64, "kv_cache_codec": "raw"},
     ],
 )
 def test_what_can_stand_together(given: dict[str, Any]) -> None:
     """A limit for nothing is no contradiction, nor is one for full precision."""
     assert Settings.resolve(given).requested
+
+
+def test_no_checkpoints_on_the_way_is_a_wish_like_any_other() -> None:
+    """A zero is a value that was given, by flag and by variable; a flag of 0 beats a variable."""
+    for given, environ in (
+        ({"kv_cache_checkpoint_tokens": 0}, {}),
+        ({}, {"MLX_LM_KV_CACHE_CHECKPOINT_TOKENS": "0"}),
+        ({"kv_cache_checkpoint_tokens": 0}, {"MLX_LM_KV_CACHE_CHECKPOINT_TOKENS": "64"}),
+    ):
+        settings = Settings.resolve(given, environ)
+        assert settings.checkpoint_tokens == 0 and settings.requested
+    assert Settings.is_requested({"MLX_LM_KV_CACHE_CHECKPOINT_TOKENS": "0"})
 
 
 def test_a_flag_beats_its_variable() -> None:

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 import numpy as np
 
-from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
 from mlx_lm_kvcache_plugin.plugins import Plugins
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings
 from mlx_lm_kvcache_plugin.store.blocks import Block
 from mlx_lm_kvcache_plugin.store.budget import Budget
+from tests.store.caches import fetched_from, row_layers
+from tests.tensors import Rows
 
 MODEL = ("model", None, None)
-SPEC = TensorSpec(heads=2, dim=64, dtype=mx.float16)
 
 SYSTEM = range(0, 300)
 CHAT_A = [*SYSTEM, *range(1000, 1100)]
 CHAT_B = [*SYSTEM, *range(2000, 2120)]
 
 
-def rows_of(tokens):
+def rows_of(tokens: list[int]) -> Rows:
     """One layer whose rows are a function of their tokens, so that sharing them is right."""
     values = mx.array(np.array(tokens, np.float32) / 1000)[None, :, None]
-    array = mx.broadcast_to(values, (SPEC.heads, len(tokens), SPEC.dim)).astype(SPEC.dtype)
-    return SimpleNamespace(spec=SPEC, rows=lambda start, stop: array[:, start:stop])
+    return Rows(mx.broadcast_to(values, (2, len(tokens), 64)).astype(mx.float16))
 
 
 def insert(cache: PrefixCache, tokens: list[int]) -> None:
-    cache.insert(MODEL, tokens, [rows_of(tokens), rows_of(tokens)], "assistant")
+    layers = row_layers([rows_of(tokens), rows_of(tokens)], len(tokens))
+    cache.insert(MODEL, tokens, layers, "assistant")
     cache.tree.check()
 
 
@@ -52,7 +50,7 @@ def test_two_chats_share_their_system_prompt_as_the_document_tells() -> None:
     budget = Budget(limit_bytes=1 << 30)
     cache = PrefixCache(Settings.resolve({"kv_cache_bits": 4}), Plugins({}).codecs(), budget)
 
-    assert cache.fetch(MODEL, CHAT_A[:340]) is None
+    assert fetched_from(cache, CHAT_A[:340], MODEL) is None
     insert(cache, CHAT_A[:300])
     assert spans(cache) == [(256, 299), (128, 255), (0, 127)]
     insert(cache, CHAT_A[:340])
@@ -60,12 +58,12 @@ def test_two_chats_share_their_system_prompt_as_the_document_tells() -> None:
     insert(cache, CHAT_A)
     assert spans(cache) == [(384, 399), (256, 383), (128, 255), (0, 127)]
 
-    fetched = cache.fetch(MODEL, CHAT_B[:360])
+    fetched = fetched_from(cache, CHAT_B[:360], MODEL)
     assert fetched is not None and fetched.tokens == 300
     insert(cache, CHAT_B)
     assert spans(cache)[2:] == [(384, 419), (256, 383), (128, 255), (0, 127)]
 
-    fetched = cache.fetch(MODEL, [*CHAT_A, 5, 6, 7])
+    fetched = fetched_from(cache, [*CHAT_A, 5, 6, 7], MODEL)
     assert fetched is not None and fetched.tokens == 400
     chat_b = [(384, 419), (256, 383)]
     chat_a = [(384, 399), (256, 383)]

@@ -1,4 +1,4 @@
-"""Packs sequences: whole blocks by the codec that was asked for, tails near exactly."""
+"""Packs sequences: whole blocks by the codec that was asked for, tails and windows near exactly."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from .base import Codec, CodecOptions
 from .packing import Packer, Payload, TensorSpec
 from .raw import RawCodec
 from .registry import CodecRegistry
+from .windows import WindowPacker
 
 TAIL_BITS = 8
-"""Tails are encoded anew as they grow, and end up inside of blocks: they have to be near exact."""
+"""Tails are encoded anew as they grow, and end up inside of blocks, and windows are encoded anew as
+they slide: they have to be near exact."""
 
 MOST_ENCODINGS = 2
 """A sequence that leaves another inside of a block takes over rows that were decoded, and encodes
@@ -78,3 +80,7 @@ class SequencePackers:
             Packer(specs, self._key_codec, self._value_codec),
             Packer(specs, self._tail_codec, self._tail_codec, is_near_exact=True),
         )
+
+    def for_windows(self, specs: Sequence[TensorSpec]) -> WindowPacker:
+        """Args: specs: of the tensors of all windows in turn."""
+        return WindowPacker(specs, self._tail_codec)

@@ -1,236 +1,221 @@
-"""Upstream's cache objects, translated at the border. Nothing behind it ever sees one.
-
-Two translations: a list whose layers are all plain `KVCache` (or its live-quantized form) becomes
-tensors, rows per token; any other list becomes a snapshot, whole and raw.
-"""
+"""Upstream's prompt caches, translated at the border. Nothing behind it ever sees one."""
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from ..codecs.base import from_host, to_host
-from ..codecs.packing import TensorSpec
-from ..errors import KVCachePluginError
-from ..fetched import Fetched
+from ..codecs.packing import Tensor, TensorSpec
+from ..layers import TOKEN_WISE, Fetched, Layer, LayerKind, LayerKinds, Layers, Layout
+from .layer_kinds import STATE, UNUSED, is_empty
+from .snapshot import Snapshot
 
 LayerCaches = list[Any]
-"""Upstream's prompt cache: one cache object for each layer."""
+"""Upstream's prompt cache: one cache object for each layer, or a list of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlainTensor:
-    """The keys or values of a `KVCache`: [1, heads, tokens and padding, dim]."""
+class _Leaf:
+    """How one cache object is put together again.
 
-    array: mx.array
+    Attributes:
+        rows: for each of its tensors in blocks, in turn, None, or what a tensor looks like that
+            holds nothing but zeros, and is not stored.
+        windows: how many tensors its window has.
+    """
 
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.array.shape[1], self.array.shape[3], self.array.dtype)
-
-    def rows(self, start: int, stop: int) -> mx.array:
-        return self.array[0, :, start:stop]
+    kind: LayerKind
+    fixed: Hashable
+    rows: tuple[TensorSpec | None, ...]
+    windows: int
+    has_state: bool
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedTensor:
-    """The keys or values of a `QuantizedKVCache`: packed words, scales and biases."""
+class _Nested:
+    """A list of cache objects, or upstream's `CacheList`."""
 
-    parts: tuple[mx.array, mx.array, mx.array]
-    group_size: int
-    bits: int
-
-    @property
-    def spec(self) -> TensorSpec:
-        packed, scales, _ = self.parts
-        return TensorSpec(packed.shape[1], packed.shape[3] * 32 // self.bits, scales.dtype)
-
-    def rows(self, start: int, stop: int) -> mx.array:
-        packed, scales, biases = (part[0, :, start:stop] for part in self.parts)
-        return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
-
-
-KVTensor = PlainTensor | QuantizedTensor
-
-
-def tensors_of(caches: LayerCaches) -> list[KVTensor] | None:
-    """Keys and values of each layer in turn; None if a layer is of another kind."""
-    if not are_rows_per_token(caches):
-        return None
-    return [
-        QuantizedTensor(tuple(side), cache.group_size, cache.bits)
-        if type(cache) is QuantizedKVCache
-        else PlainTensor(side)
-        for cache in caches
-        for side in (cache.keys, cache.values)
-    ]
-
-
-def are_rows_per_token(caches: LayerCaches) -> bool:
-    """Whether every layer is plain, or plain and live-quantized, and holds one sequence."""
-    return bool(caches) and all(
-        type(cache) in (KVCache, QuantizedKVCache)
-        and cache.keys is not None
-        and (cache.keys[0] if type(cache) is QuantizedKVCache else cache.keys).shape[0] == 1
-        for cache in caches
-    )
+    container: type
+    members: tuple[Any, ...]
 
 
 def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
-    """All cache objects, those inside of `CacheList`s too."""
+    """All cache objects, those inside of `CacheList`s and lists too."""
     for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from leaves_of(cache.caches)
-        else:
+        members = _members(cache)
+        if members is None:
             yield cache
+        else:
+            yield from leaves_of(members)
 
 
-def computed_tokens(caches: LayerCaches, key_tokens: int) -> int | None:
-    """How many tokens the layers really stand for; None if they do not agree, or for none.
+def _members(cache: Any) -> Sequence[Any] | None:
+    """The cache objects inside of a nested one; None if it is not nested."""
+    if type(cache) is CacheList:
+        return tuple(cache.caches)
+    return cache if isinstance(cache, list | tuple) else None
+
+
+def take_apart(
+    caches: LayerCaches, key_tokens: int, kinds: LayerKinds, *, measured: bool = True
+) -> Layers | None:
+    """Take all layers apart, copying nothing.
 
     The layers' offsets are to be believed, and not the key: speculative decoding stores its
     caches under a key that is longer than they are, and its draft layers may lag behind.
+
+    Args:
+        key_tokens: how long the key is that upstream stores them under.
+        measured: whether to look for tensors that hold nothing but zeros.
+
+    Returns:
+        None if they hold nothing, or nothing but zeros; and if they stand for different numbers of
+        tokens and cannot be cut.
     """
-    filled = [cache for cache in leaves_of(caches) if not _is_empty(cache)]
-    if not filled:
-        return None
+    objects = list(leaves_of(caches))
+    taken = [_take(cache, kinds) for cache in objects]
+    filled = [cache for cache, (kind, _) in zip(objects, taken, strict=True) if kind is not UNUSED]
     offsets = {cache.offset for cache in filled if isinstance(getattr(cache, "offset", None), int)}
-    if not offsets:
-        return key_tokens
-    if are_rows_per_token(caches):
-        return int(min(key_tokens, *offsets))
-    agreed = int(offsets.pop())
-    return None if offsets or agreed > key_tokens else agreed
+    can_be_cut = not any(layer.window or layer.state is not None for _, layer in taken)
+    tokens = int(min(offsets, default=key_tokens))
+    if can_be_cut:
+        tokens = min(tokens, key_tokens)
+    if not filled or tokens <= 0 or tokens > key_tokens or (len(offsets) > 1 and not can_be_cut):
+        return None
+    layers = _layers(caches, taken, tokens, measured)
+    return layers if layers.rows or layers.layout.needs_checkpoint else None
 
 
-def _is_empty(cache: Any) -> bool:
-    if isinstance(cache, ArraysCache):  # which only looks at its first slot
-        return all(array is None for array in cache.cache)
-    try:
-        return bool(cache.empty())
-    except (AttributeError, NotImplementedError):
-        return False
-
-
-def caches_from(fetched: Fetched) -> LayerCaches:
-    """Upstream's cache objects for what was fetched."""
-    if fetched.tensors is not None:
-        tensors = [tensor[None] for tensor in fetched.tensors]
-        mx.eval(tensors)  # a lazy array could not be evaluated on another thread
-        pairs = zip(tensors[::2], tensors[1::2], strict=True)
-        return [_plain_cache(keys, values) for keys, values in pairs]
-    assert isinstance(fetched.checkpoint, Snapshot)
-    caches = fetched.checkpoint.restore()
-    for cache in leaves_of(caches) if fetched.surplus_tokens else ():
-        if cache.trim(fetched.surplus_tokens) != fetched.surplus_tokens:
-            raise KVCachePluginError(f"a {type(cache).__name__} could not be cut as it should")
+def empty_caches(model: Any) -> LayerCaches:
+    """A model's cache objects before its first token."""
+    caches: LayerCaches = make_prompt_cache(model)
     return caches
 
 
-def _plain_cache(keys: mx.array, values: mx.array) -> Any:
-    """A `KVCache` that holds exactly these rows, [1, heads, tokens, dim]."""
-    cache: Any = KVCache()  # type: ignore[no-untyped-call]
-    cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
-    return cache
+def kind_of(cache: Any, kinds: LayerKinds) -> LayerKind:
+    """The kind of a cache object, by its class."""
+    return kinds.get(type(cache)) or STATE
 
 
-EXACTLY_TRIMMABLE = (KVCache, QuantizedKVCache, RotatingKVCache)
-"""Whose `trim` takes off what it was asked to, if `is_trimmable` says that it may, and leaves what
-goes on as if the rest had never been. `ChunkedKVCache` takes off less, `ConcatenateKVCache` appends
-behind what it should have forgotten."""
+def needs_checkpoints(caches: LayerCaches, kinds: LayerKinds) -> bool:
+    """Whether a model with such caches cannot be resumed at any token, once a prompt is long."""
+    return any(kind_of(cache, kinds).name != TOKEN_WISE for cache in leaves_of(caches))
 
 
-def can_be_cut(caches: LayerCaches) -> bool:
-    """Whether every layer can be shortened to any number of tokens."""
-    return all(
-        type(cache) in EXACTLY_TRIMMABLE and cache.is_trimmable() for cache in leaves_of(caches)
+def _take(cache: Any, kinds: LayerKinds) -> tuple[LayerKind, Layer[Any]]:
+    if is_empty(cache):
+        return UNUSED, UNUSED.take(cache)
+    kind = kind_of(cache, kinds)
+    layer = kind.take(cache)
+    return (STATE, STATE.take(cache)) if layer is None else (kind, layer)
+
+
+def _layers(
+    caches: LayerCaches, taken: list[tuple[LayerKind, Layer[Any]]], tokens: int, measured: bool
+) -> Layers:
+    rows = [tensor for _, layer in taken for tensor in layer.rows]
+    blanks = iter(_blanks(rows, tokens) if measured else [_has_no_width(row) for row in rows])
+    leaves = [
+        _Leaf(
+            kind,
+            layer.fixed,
+            tuple(tensor.spec if next(blanks) else None for tensor in layer.rows),
+            len(layer.window),
+            layer.state is not None,
+        )
+        for kind, layer in taken
+    ]
+    marks = [spec for leaf in leaves for spec in leaf.rows]
+    stored = [row for row, spec in zip(rows, marks, strict=True) if spec is None]
+    windows = [tensor for _, layer in taken for tensor in layer.window]
+    states = [layer.state for _, layer in taken if layer.state is not None]
+    layout = Layout(
+        rows=tuple(tensor.spec for tensor in stored),
+        windows=tuple(tensor.spec for tensor in windows),
+        states=len(states),
+        form=_form(caches, iter(leaves)),
+        look=tuple(tuple(t.spec for t in (*layer.rows, *layer.window)) for _, layer in taken),
+    )
+    return Layers(
+        layout, tokens, stored, windows, sum(map(_nbytes, states)), lambda: Snapshot(states)
     )
 
 
-class Snapshot:
-    """A prompt cache of any kind, copied whole to host memory, bit for bit.
+def _nbytes(cache: Any) -> int:
+    """About what a state takes, as far as it tells."""
+    try:
+        return int(cache.nbytes)
+    except (AttributeError, NotImplementedError):
+        return 0
 
-    It goes by attributes, so that classes from model files are copied like upstream's own.
 
-    Attributes:
-        nbytes: everything it holds.
-        can_be_cut: whether it can be shortened to any number of tokens once it is restored.
+def _form(caches: Sequence[Any], leaves: Iterator[_Leaf]) -> tuple[Any, ...]:
+    """The nesting of the caches, with leaves for cache objects."""
+    return tuple(
+        next(leaves)
+        if (inner := _members(cache)) is None
+        else _Nested(type(cache), _form(inner, leaves))
+        for cache in caches
+    )
+
+
+def _has_no_width(tensor: Tensor) -> bool:
+    return not tensor.spec.dim
+
+
+def _blanks(tensors: Sequence[Tensor], tokens: int) -> list[bool]:
+    """Which tensors hold nothing but zeros, like the values of an indexer that has only keys.
+
+    Nearly all tell by their first row that they do not.
     """
-
-    __slots__ = ("_layers", "can_be_cut", "nbytes")
-
-    def __init__(self, caches: LayerCaches) -> None:
-        self.can_be_cut = can_be_cut(caches)
-        sizes: list[int] = [object.__sizeof__(self)]
-        self._layers = [_freeze(cache, sizes.append) for cache in caches]
-        self.nbytes = sum(sizes)
-
-    def restore(self) -> LayerCaches:
-        """New cache objects in the same state, evaluated."""
-        return [_thaw(layer) for layer in self._layers]
+    first = [None if _has_no_width(tensor) else mx.any(tensor.rows(0, 1)) for tensor in tensors]
+    mx.eval([flag for flag in first if flag is not None])
+    return [
+        flag is None or (not flag.item() and not mx.any(tensor.rows(0, tokens)).item())
+        for tensor, flag in zip(tensors, first, strict=True)
+    ]
 
 
-def _without_padding(cache: Any) -> Any:
-    """A `KVCache` without the rows that it keeps for tokens to come; any other as it is."""
-    if type(cache) is not KVCache or cache.keys is None or cache.values is None:
+def put_together(fetched: Fetched) -> LayerCaches:
+    """Upstream's cache objects for what was fetched."""
+    parts = _Parts(fetched)
+    caches = [parts.build(entry) for entry in fetched.layout.form]  # type: ignore[attr-defined]
+    mx.eval(parts.arrays)  # a lazy array could not be evaluated on another thread
+    return caches
+
+
+class _Parts:
+    """What was fetched, handed out layer by layer."""
+
+    def __init__(self, fetched: Fetched) -> None:
+        self.arrays: list[mx.array] = []
+        self._tokens = fetched.tokens
+        self._rows = iter(fetched.rows)
+        self._windows = iter(fetched.windows)
+        self._states = iter(fetched.states)
+
+    def build(self, entry: _Leaf | _Nested) -> Any:
+        if isinstance(entry, _Nested):
+            members = map(self.build, entry.members)
+            if entry.container is CacheList:
+                return CacheList(*members)  # type: ignore[no-untyped-call]
+            return entry.container(members)
+        rows = tuple(
+            next(self._rows)
+            if blank is None
+            else mx.zeros((blank.heads, self._tokens, blank.dim), blank.dtype)
+            for blank in entry.rows
+        )
+        window = tuple(next(self._windows) for _ in range(entry.windows))
+        state = next(self._states) if entry.has_state else None
+        cache = entry.kind.restore(Layer(entry.fixed, rows, window, state), self._tokens)
+        self.arrays += [
+            value
+            for value in getattr(cache, "__dict__", {}).values()
+            if isinstance(value, mx.array)
+        ]
         return cache
-    keys, values = cache.keys, cache.values
-    return _plain_cache(keys[:, :, : cache.offset], values[:, :, : cache.offset])
-
-
-@dataclass(frozen=True, slots=True)
-class _HostArray:
-    """An array of MLX in host memory, and the dtype that it had."""
-
-    array: Any
-    dtype: mx.Dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _HostObject:
-    """An object that may hold arrays, by its class and its attributes."""
-
-    kind: type
-    attributes: dict[str, Any]
-
-
-def _freeze(value: Any, count: Callable[[int], None]) -> Any:
-    """Copy a value to host memory, arrays and cache objects inside of it too."""
-    value = _without_padding(value)
-    if isinstance(value, mx.array):
-        frozen: Any = _HostArray(to_host(value), value.dtype)
-        count(sys.getsizeof(frozen.array))
-    elif isinstance(value, list | tuple):
-        frozen = type(value)(_freeze(item, count) for item in value)
-    elif isinstance(value, dict):
-        frozen = {key: _freeze(item, count) for key, item in value.items()}
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        frozen = _HostObject(type(value), _freeze(vars(value), count))
-        count(sys.getsizeof(frozen.attributes))
-    else:
-        frozen = copy.deepcopy(value)
-    count(sys.getsizeof(frozen))
-    return frozen
-
-
-def _thaw(frozen: Any) -> Any:
-    """Undo `_freeze`."""
-    if isinstance(frozen, _HostArray):
-        array = from_host(frozen.array, frozen.dtype)
-        mx.eval(array)
-        return array
-    if isinstance(frozen, _HostObject):
-        value: Any = object.__new__(frozen.kind)
-        vars(value).update(_thaw(frozen.attributes))
-        return value
-    if isinstance(frozen, list | tuple):
-        return type(frozen)(_thaw(item) for item in frozen)
-    if isinstance(frozen, dict):
-        return {key: _thaw(item) for key, item in frozen.items()}
-    return copy.deepcopy(frozen)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..events import Error
-from ..prefix_cache import PrefixCache
-from .models_cache import LayerCaches, Snapshot, caches_from, computed_tokens, tensors_of
+from ..layers import LayerKinds
+from ..prefix_cache import Prefix, PrefixCache
+from ..store.thinning import GENERATED, PROMPT, SYSTEM, USER
+from .models_cache import LayerCaches, put_together, take_apart
+from .ranks import Ranks
 
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
 
-CACHE_TYPES = ("assistant", "user", "system")
-"""The kinds of sequence that upstream tells apart."""
+CACHE_TYPES = {GENERATED: (GENERATED,), USER: (USER, PROMPT), SYSTEM: (SYSTEM,)}
+"""The kinds of sequence that upstream tells apart, and the labels that count as each."""
 
 
 class PrefixPromptCache:
@@ -25,26 +28,46 @@ class PrefixPromptCache:
 
     Args:
         cache: where everything is kept; None to keep nothing.
+        kinds: how cache objects are taken apart.
+        ranks: the processes that have to reuse alike.
+
+    Attributes:
+        cache, ranks: as they were given.
+        fetched: the model and the tokens that were fetched for last, and how many were a hit.
     """
 
-    def __init__(self, cache: PrefixCache | None) -> None:
-        self._cache = cache
+    def __init__(self, cache: PrefixCache | None, kinds: LayerKinds, ranks: Ranks) -> None:
+        self.cache = cache
+        self._kinds = kinds
+        self.ranks = ranks
         self._logged: set[tuple[str, str]] = set()
+        self.fetched: tuple[Any, list[int], int] = (None, [], 0)
 
     def fetch_nearest_cache(
         self, model: Any, tokens: list[int]
     ) -> tuple[LayerCaches | None, list[int]]:
         """Cache objects for the longest stored prefix, and the tokens that are left: never none."""
-        cache = self._cache
-        if cache is not None:
-            with self._failing_softly(cache, "fetch"):
-                found = cache.fetch(
-                    model, tokens, lambda fetched: (caches_from(fetched), fetched.tokens)
-                )
-                if found is not None:
-                    caches, hit_tokens = found
-                    return caches, tokens[hit_tokens:]
-        return None, tokens
+        found: list[Prefix | None] = []
+        caches: LayerCaches | None = None
+        agreed: int | None = None
+        with self._failing_softly("fetch"):
+            agreed = self.ranks.agree(
+                lambda most: self._longest(found, model, tokens, most), len(tokens) - 1
+            )
+        if self.cache is not None and agreed is not None:
+            with self._failing_softly("fetch"):
+                prefix = found[-1] if agreed else None
+                caches = self.cache.fetch(tokens, prefix, put_together)
+        if agreed and not self.ranks.all(caches is not None):
+            caches = None
+        hit_tokens = agreed if agreed and caches is not None else 0
+        self.fetched = (model, tokens, hit_tokens)
+        return caches, tokens[hit_tokens:] if hit_tokens else tokens
+
+    def _longest(self, found: list[Prefix | None], model: Any, tokens: list[int], most: int) -> int:
+        prefix = self.cache.match(model, tokens, most) if self.cache is not None else None
+        found.append(prefix)
+        return prefix.tokens if prefix is not None else 0
 
     def insert_cache(
         self,
@@ -52,68 +75,65 @@ class PrefixPromptCache:
         tokens: list[int],
         prompt_cache: LayerCaches,
         *,
-        cache_type: str = "assistant",
+        cache_type: str = GENERATED,
     ) -> None:
         """Store what the cache objects hold for the first of these tokens."""
-        if self._cache is not None:
-            with self._failing_softly(self._cache, "insert"):
-                self._insert(self._cache, model, tokens, prompt_cache, cache_type)
-
-    def _insert(
-        self,
-        cache: PrefixCache,
-        model: Any,
-        tokens: Sequence[int],
-        caches: LayerCaches,
-        cache_type: str,
-    ) -> None:
-        computed = computed_tokens(caches, len(tokens))
-        if not computed:
-            return
-        tensors = tensors_of(caches)
-        if tensors is not None:
-            cache.insert(model, tokens[:computed], tensors, cache_type)
-        elif cache.wants_checkpoint(model, tokens[:computed], sum(c.nbytes for c in caches)):
-            cache.insert_checkpoint(model, tokens[:computed], Snapshot(caches), cache_type)
+        if self.cache is not None:
+            with self._failing_softly("insert"):
+                layers = take_apart(prompt_cache, len(tokens), self._kinds)
+                if layers is not None and not (
+                    _has_draft(model) and layers.layout.needs_checkpoint
+                ):
+                    self.cache.insert(model, tokens[: layers.tokens], layers, cache_type)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Evict at once until no more than this is held."""
-        if self._cache is not None:
-            with self._failing_softly(self._cache, "trim"):
-                self._cache.trim_to(n_sequences, n_bytes)
+        if self.cache is not None:
+            with self._failing_softly("trim"):
+                self.cache.trim_to(n_sequences, n_bytes)
 
     def __len__(self) -> int:
-        return self._cache.tree.sequences.total() if self._cache is not None else 0
+        return self.cache.tree.sequences.total() if self.cache is not None else 0
 
     @property
     def nbytes(self) -> int:
         """The bytes held, index included."""
-        return self._cache.tree.used_bytes if self._cache is not None else 0
+        return self.cache.tree.used_bytes if self.cache is not None else 0
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Sequences and bytes by upstream's kinds of sequence."""
-        sequences = self._cache.tree.sequences if self._cache is not None else {}
-        n_bytes = self._cache.tree.bytes_by_label if self._cache is not None else {}
+        sequences = self.cache.tree.sequences if self.cache is not None else {}
+        n_bytes = self.cache.tree.bytes_by_label if self.cache is not None else {}
         return {
             cache_type: {
-                "n_sequences": sequences.get(cache_type, 0),
-                "n_bytes": n_bytes.get(cache_type, 0),
+                "n_sequences": sum(sequences.get(label, 0) for label in labels),
+                "n_bytes": sum(n_bytes.get(label, 0) for label in labels),
             }
-            for cache_type in CACHE_TYPES
+            for cache_type, labels in CACHE_TYPES.items()
         }
 
     @contextmanager
-    def _failing_softly(self, cache: PrefixCache, operation: str) -> Iterator[None]:
+    def _failing_softly(self, operation: str) -> Iterator[None]:
         """Turn an exception into a log line, once for each kind, and a count."""
         try:
             yield
         except (Exception, SystemExit) as error:
             cause = f"{type(error).__name__}: {error}"
             with suppress(Exception, SystemExit):  # whoever is told must not end the thread either
-                cache.record(Error(operation, cause))
+                if self.cache is not None:
+                    self.cache.record(Error(operation, cause))
             known = (operation, type(error).__name__)
             if known not in self._logged:
                 self._logged.add(known)
                 logger.warning(
                     "prefix cache: %s failed and was skipped: %s", operation, cause, exc_info=error
                 )
+
+
+def _has_draft(model: Any) -> bool:
+    """Whether upstream's key of a model, (model, adapter, draft), names a draft model.
+
+    Once a window is full, upstream can no longer take back the tokens that a draft got wrong: they
+    stay in the caches, and nothing tells.
+    """
+    return isinstance(model, tuple) and len(model) == 3 and model[2] is not None

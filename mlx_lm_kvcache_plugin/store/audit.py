@@ -47,7 +47,8 @@ def _check_node(node: Block, rank: dict[Block, int], block_tokens: int) -> None:
     parent = node.parent
     assert parent is not None and parent.children.get(node.key) is node, "a link is broken"
     assert node.tokens <= block_tokens, "a block is too long"
-    assert node.payload is not None or node.children, "a leaf holds nothing"
+    assert node.children or not node.is_bearer, "a leaf bears nothing"
+    assert node.payload is not None or node.is_bearer, "a node that bears nothing holds nothing"
     if parent in rank:
         assert rank[parent] > rank[node], "a parent is older than its child"
         complete = parent.tokens == block_tokens

@@ -7,8 +7,9 @@ from the root of its namespace. There are three kinds of node, told apart by the
 - a tail holds fewer, the incomplete end of a sequence; it gives way to a block that completes it;
 - a checkpoint holds none: it hangs below the block or tail at whose end its state was taken.
 
-A child is found by the bytes of its tokens in its parent's dict, so there is no hash that could
-collide. The tree knows payloads by their `nbytes` alone.
+A block or tail that can only be used from a checkpoint on is a bearer: it goes with the last one
+below it. A child is found by the bytes of its tokens in its parent's dict, so there is no hash that
+could collide. The tree knows payloads by their `nbytes` alone.
 """
 
 from __future__ import annotations
@@ -43,19 +44,38 @@ class Block:
     Attributes:
         parent: the node above; None for a root.
         key: the bytes of its tokens.
-        payload: what is stored for them; None where a checkpoint below is all that counts.
+        payload: what is stored for them; None for a bearer that only leads to its checkpoints.
+        is_bearer: whether it is of use for the checkpoints below it alone.
         label: upstream's word for the kind of sequence it came with ("assistant", ...).
         children: by key.
         nbytes: what it holds, index included.
     """
 
-    __slots__ = ("children", "key", "label", "nbytes", "newer", "older", "parent", "payload")
+    __slots__ = (
+        "children",
+        "is_bearer",
+        "key",
+        "label",
+        "nbytes",
+        "newer",
+        "older",
+        "parent",
+        "payload",
+    )
 
-    def __init__(self, parent: Block | None, key: bytes, payload: Sized | None, label: str) -> None:
+    def __init__(
+        self,
+        parent: Block | None,
+        key: bytes,
+        payload: Sized | None,
+        label: str,
+        is_bearer: bool = False,
+    ) -> None:
         self.parent = parent
         self.key = key
         self.payload = payload
         self.label = label
+        self.is_bearer = is_bearer
         self.children: dict[bytes, Block] = {}
         self.nbytes = 0
         self.older: Block | None = None

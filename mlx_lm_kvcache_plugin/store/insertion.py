@@ -18,6 +18,7 @@ class Insertion:
         tree: where to.
         namespace, tokens: the sequence.
         label: for the nodes that are added.
+        bears: whether they are of use for a checkpoint alone that is to be added at their end.
 
     Attributes:
         tip: the deepest node of the sequence so far, perhaps the root.
@@ -25,13 +26,21 @@ class Insertion:
         path_bytes: what the nodes from below the root to it hold.
     """
 
-    def __init__(self, tree: BlockTree, namespace: Hashable, tokens: Tokens, label: str) -> None:
+    def __init__(
+        self,
+        tree: BlockTree,
+        namespace: Hashable,
+        tokens: Tokens,
+        label: str,
+        bears: bool = False,
+    ) -> None:
         path = tree.walk(namespace, tokens)
         self.tip: Block = path[-1] if path else tree.root(namespace)
         self.tokens = len(path) * tree.block_tokens
         self._tree = tree
         self._sequence = tokens
         self._label = label
+        self._bears = bears
         self._added: list[Block] = []
         self.path_bytes = sum(block.nbytes for block in path)
 
@@ -74,7 +83,8 @@ class Insertion:
     def add(self, count: int, payload: Sized | None) -> bool:
         """Add a node for the next `count` tokens (0 for a checkpoint), if there is room."""
         key = self._next(count).tobytes()
-        block = self._tree.add(self.tip, key, payload, self._label)
+        is_bearer = self._bears and count > 0
+        block = self._tree.add(self.tip, key, payload, self._label, is_bearer)
         if block is None:
             return False
         self._added.append(block)
@@ -104,13 +114,11 @@ class Insertion:
             for block in reversed(self._added):
                 if block in self._tree:  # not gone already with the one below it
                     self._tree.remove(block)
-            return
-        for block in self._added:
-            self._tree.supersede(block)
-        if self.tip not in self._tree:
-            return
-        self._tree.touch(self.tip)
-        if self.tip.payload is None and not self.tip.children:
-            # It was to bear a checkpoint that found no room.
+        else:
+            for block in self._added:
+                self._tree.supersede(block)
+            if self.tip in self._tree:
+                self._tree.touch(self.tip)
+        if self.tip in self._tree and self.tip.is_bearer and not self.tip.children:
+            # It was to bear a checkpoint that found no room, or lost those that it bore.
             self._tree.remove(self.tip)
-            self._added.clear()

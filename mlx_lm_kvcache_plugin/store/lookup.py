@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator
 
 from .blocks import CHECKPOINT, TOKEN_BYTES, Block, Match, Root, Tokens
-
-LOOK_AHEAD_NODES = 1 << 14
-"""How far beyond a match a checkpoint is looked for: it would have to be cut back all that way."""
 
 
 class Lookup:
@@ -52,27 +47,16 @@ class Lookup:
 
     def match(self, namespace: Hashable, tokens: Tokens) -> Match:
         """The longest stored run that `tokens` begin with, to the token."""
-        path, children, rows = self._walk_on(namespace, tokens)
-        whole = len(path) * self.block_tokens
-        if children:
-            return Match((*path, children[0]), rows, whole + rows)
-        return Match(tuple(path), self.block_tokens if path else 0, whole)
-
-    def _walk_on(self, namespace: Hashable, tokens: Tokens) -> tuple[list[Block], list[Block], int]:
-        """The complete blocks, the children behind them that agree longest, and for how long."""
         path: list[Block] = self.walk(namespace, tokens)
         node = path[-1] if path else self._roots.get(namespace)
-        if node is None:
-            return path, [], 0
-        return path, *self._agreeing(node, tokens[len(path) * self.block_tokens :])
+        whole = len(path) * self.block_tokens
+        child, rows = self.longest_run(node, tokens[whole:]) if node else (None, 0)
+        if child is not None:
+            return Match((*path, child), rows, whole + rows)
+        return Match(tuple(path), self.block_tokens if path else 0, whole)
 
     def longest_run(self, node: Block, tokens: Tokens) -> tuple[Block | None, int]:
         """The child of `node` that agrees with the longest run of `tokens`, and its length."""
-        children, rows = self._agreeing(node, tokens)
-        return (children[0] if children else None), rows
-
-    def _agreeing(self, node: Block, tokens: Tokens) -> tuple[list[Block], int]:
-        """All children that agree with the longest run that any does, and its length."""
         data = tokens[: self.block_tokens].tobytes()
         agreeing = list(node.children)
         shortest, longest = 0, len(data) // TOKEN_BYTES
@@ -84,7 +68,7 @@ class Lookup:
                 agreeing, shortest = found, middle
             else:
                 longest = middle - 1
-        return ([node.children[key] for key in agreeing] if shortest else []), shortest
+        return (node.children[agreeing[0]] if shortest else None), shortest
 
     def checkpoints(self, namespace: Hashable, tokens: Tokens) -> Iterator[tuple[Block, int]]:
         """The checkpoints on the way along `tokens`, and their positions; the deepest first."""
@@ -102,22 +86,3 @@ class Lookup:
     def find_checkpoint(self, namespace: Hashable, tokens: Tokens) -> tuple[Block | None, int]:
         """The checkpoint that stands for the most of the first `tokens`, and for how many."""
         return next(self.checkpoints(namespace, tokens), (None, 0))
-
-    def find_longer_checkpoint(
-        self, namespace: Hashable, tokens: Tokens, accept: Callable[[Any], bool]
-    ) -> tuple[Block | None, int]:
-        """A near checkpoint beyond the longest stored run of `tokens`, and the run's length.
-
-        Args:
-            accept: whether a checkpoint's payload will do.
-        """
-        path, children, rows = self._walk_on(namespace, tokens)
-        waiting = deque(children or path[-1:])
-        for _ in range(LOOK_AHEAD_NODES):
-            if not waiting:
-                break
-            node = waiting.popleft()
-            if not node.key and node.payload is not None and accept(node.payload):
-                return node, len(path) * self.block_tokens + rows
-            waiting += node.children.values()
-        return None, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 
 from .audit import audit
 from .blocks import Block, Root, Sized
@@ -31,7 +31,7 @@ class BlockTree(Lookup):
     """The blocks of all namespaces, and what they hold.
 
     Owned by one thread. At every moment `used_bytes <= limit_bytes` unless the limit was just
-    lowered and `evict_to_limit` is still to come, and every leaf has a payload.
+    lowered and `evict_to_limit` is still to come, and no leaf is a bearer.
 
     Args:
         block_tokens: tokens of a complete block.
@@ -66,7 +66,14 @@ class BlockTree(Lookup):
         """All nodes below the roots, from the least to the most recently used."""
         return iter(self._recency)
 
-    def add(self, parent: Block, key: bytes, payload: Sized | None, label: str) -> Block | None:
+    def add(
+        self,
+        parent: Block,
+        key: bytes,
+        payload: Sized | None,
+        label: str,
+        is_bearer: bool = False,
+    ) -> Block | None:
         """Store a node below `parent`, evicting what is older than its path to make room.
 
         Args:
@@ -76,7 +83,7 @@ class BlockTree(Lookup):
         Returns:
             The node, or None if there was no room.
         """
-        block = Block(parent, key, payload, label)
+        block = Block(parent, key, payload, label, is_bearer)
         parent_was_leaf = self._is_leaf(parent)
         assert key not in parent.children, "blocks are immutable"
         parent.children[key] = block
@@ -106,7 +113,7 @@ class BlockTree(Lookup):
         self._recount(parent)
         if not parent.children and not parent_was_leaf:
             self._lose_last_child(parent)
-            if parent.payload is None and not isinstance(parent, Root):
+            if parent.is_bearer:
                 self.remove(parent)
 
     def touch(self, block: Block) -> None:
@@ -116,14 +123,25 @@ class BlockTree(Lookup):
             self._recency.touch(node)
             node = node.parent
 
-    def remove(self, block: Block) -> None:
-        """Take out a leaf, and whatever above it served that leaf alone."""
+    def renew(self, namespaces: Collection[Hashable]) -> None:
+        """Make all of these namespaces more recently used than anything else, in their order."""
+        renewed = set[Block]()
+        waiting: list[Block] = [self._roots[name] for name in namespaces if name in self._roots]
+        while waiting:
+            children = waiting.pop().children.values()
+            renewed.update(children)
+            waiting += children
+        for block in [block for block in self if block in renewed]:
+            self._recency.touch(block)
+
+    def remove(self, block: Block, keep: Block | None = None) -> None:
+        """Take out a leaf, and whatever above it served that leaf alone, but not `keep`."""
         node: Block | None = block
-        while node is not None and not isinstance(node, Root):
+        while node is not None:
             parent = node.parent
             self._unlink(node)
-            useless = parent is not None and not parent.children and parent.payload is None
-            node = parent if useless else None
+            is_useless = parent is not None and parent.is_bearer and not parent.children
+            node = parent if is_useless and parent is not keep else None
 
     def _unlink(self, block: Block) -> None:
         assert not block.children and block.parent is not None
@@ -160,7 +178,7 @@ class BlockTree(Lookup):
             victim = self._victim()
             if victim is None or victim is keep:
                 break
-            self._evict(victim, cause)
+            self._evict(victim, cause, keep)
 
     def evict_sequences(self, n_sequences: int, cause: Cause) -> None:
         """Evict until at most `n_sequences` are left.
@@ -186,9 +204,9 @@ class BlockTree(Lookup):
         oldest = self._recency.oldest
         return oldest if oldest is not None and not oldest.children else None
 
-    def _evict(self, block: Block, cause: Cause) -> None:
+    def _evict(self, block: Block, cause: Cause, keep: Block | None = None) -> None:
         blocks, n_bytes = self._size, self.used_bytes
-        self.remove(block)
+        self.remove(block, keep)
         self.evicted_blocks[cause] += blocks - self._size
         self.evicted_bytes[cause] += n_bytes - self.used_bytes
 

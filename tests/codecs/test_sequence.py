@@ -17,6 +17,7 @@ from mlx_lm_kvcache_plugin.errors import CodecError
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings
 from mlx_lm_kvcache_plugin.store.budget import Budget
+from tests.store.caches import fetched_from, row_layers
 from tests.tensors import Rows
 
 TOKENS = 8
@@ -118,19 +119,20 @@ def test_parting_again_and_again_inside_a_block_adds_no_more_errors(
     random = np.random.default_rng(1)
     exact = mx.array(random.normal(size=(2, 3 * block, 64)).astype(np.float32))
     ids = list(range(3 * block))
-    cache.insert("model", ids[: 2 * block], [Rows(exact)] * 2, "assistant")
+    cache.insert("model", ids[: 2 * block], row_layers([Rows(exact)] * 2, 2 * block), "assistant")
     errors = []
     for turn in range(12):
         shared = block + 40 + 5 * turn
         new = [1000 * (turn + 1) + i for i in range(block)]
-        fetched = cache.fetch("model", [*ids[:shared], *new])
-        assert fetched.tokens == shared
-        rows = fetched.tensors[0]
+        fetched = fetched_from(cache, [*ids[:shared], *new], "model")
+        assert fetched is not None and fetched.tokens == shared
+        rows = fetched.rows[0]
         errors.append(error(rows[:, block : block + 40], exact[:, block : block + 40]))
         ids = [*ids[:shared], *new]
         tensors = [Rows(mx.concatenate([rows, exact[:, :block]], axis=1))] * 2
         if with_tails:
-            cache.insert("model", ids[: shared + 3], tensors, "user")
-        cache.insert("model", ids[: 2 * block + 9], tensors, "assistant")
+            cache.insert("model", ids[: shared + 3], row_layers(tensors, shared + 3), "user")
+        layers = row_layers(tensors, 2 * block + 9)
+        cache.insert("model", ids[: layers.tokens], layers, "assistant")
         cache.tree.check()
     assert max(errors) < most * errors[0]

@@ -25,6 +25,7 @@ import numpy as np
 import mlx_lm_kvcache_plugin as plugin
 from mlx_lm_kvcache_plugin.events import Counters, Error, Event
 from mlx_lm_kvcache_plugin.plugins import hookimpl, plugins
+from mlx_lm_kvcache_plugin.prefix_cache import Prefix
 from mlx_lm_kvcache_plugin.store.blocks import Block
 from tests.integration.clients import ANSWER_SECONDS, HOST, Answer, Client
 from tests.integration.stock_server import clean_environment
@@ -178,7 +179,7 @@ class LocalServer(Client):
     @property
     def cache(self) -> Any:
         """The `PrefixCache` inside; None if stock's class runs, or if nothing is kept."""
-        return getattr(self.prompt_cache, "_cache", None)
+        return getattr(self.prompt_cache, "cache", None)
 
     def settle(self) -> None:
         """Wait until all that was answered has been stored too."""
@@ -238,14 +239,15 @@ class LocalServer(Client):
         Args:
             error: how far a row may be off, relative to the size of its tensor's rows.
         """
-        for sequence in self.sequences():
-            (root,) = self.cache.tree.roots()
-            fetched = self.cache.fetch(root.namespace, [*sequence, 0])
-            assert fetched is not None and fetched.tokens == len(sequence)
+        self.settle()
+        for leaf in [node for node in self.cache.tree if not node.children]:
+            path, sequence = leaf.path(), tokens_to(leaf)
+            prefix = Prefix(path[0].parent.namespace, len(sequence), tuple(path))
+            fetched = self.cache.fetch([*sequence, 0], prefix)
             caches = model.make_cache()
             model(mx.array([sequence]), cache=caches)
             expected = [side for layer in caches for side in (layer.keys, layer.values)]
-            for stored, buffer in zip(fetched.tensors, expected, strict=True):
+            for stored, buffer in zip(fetched.rows, expected, strict=True):
                 computed = buffer[0, :, : len(sequence)]
                 assert (stored.shape, stored.dtype) == (computed.shape, computed.dtype)
                 sizes = np.linalg.norm(computed, axis=-1)

@@ -167,23 +167,33 @@ def test_a_draft_model(model: Path, cold: LocalServer, codec: str, tmp_path: Pat
         if codec == "raw":
             for answer, sent in ((first, text), (again, text), (other, longer)):
                 assert answer.text == cold.text(sent, max_tokens=20).text
-        (tensors,) = {
-            len(server.cache.fetch(root.namespace, list(text.encode())).tensors)
-            for root in server.cache.tree.roots()
-        }
-        assert tensors == 2 * (2 + 1)
+        server.settle()
+        key = server.generator.model_provider.model_key
+        caches, rest = server.prompt_cache.fetch_nearest_cache(key, list(text.encode()))
+        assert [cache.offset for cache in caches] == [199] * (2 + 1) and len(rest) == 1
         assert server.is_alive() and not server.recorder.errors
 
 
-def test_with_and_without_a_draft_are_two_models(model: Path, tmp_path: Path) -> None:
-    """A hit across them would leave the draft without its past."""
-    draft = models.llama(tmp_path, num_hidden_layers=1, seed=1)
+def test_drafts_are_models_of_their_own(model: Path, cold: LocalServer, tmp_path: Path) -> None:
+    """The same model without a draft, with one and with another: never a hit across.
+
+    It would leave the draft without its past. Each comes back to what it stored itself, model and
+    draft at the same token.
+    """
+    drafts = [
+        str(models.llama(tmp_path / str(layers), num_hidden_layers=layers, seed=layers))
+        for layers in (1, 2)
+    ]
     text = prompt("draft", 200)
+    right = cold.text(text)
     with LocalServer("--model", str(model), "--kv-cache-codec", "raw") as server:
-        for options, cached in (
-            ({}, 0),
-            ({"draft_model": str(draft)}, 0),
-            ({}, 199),
-            ({"draft_model": str(draft)}, 199),
-        ):
-            assert server.text(text, **options).cached_tokens == cached
+        for cached in (0, 199, 199):
+            for options in ({}, *({"draft_model": draft} for draft in drafts)):
+                answer = server.text(text, **options)
+                assert (answer.cached_tokens, answer.text) == (cached, right.text)
+                server.settle()
+                key = server.generator.model_provider.model_key
+                caches, _ = server.prompt_cache.fetch_nearest_cache(key, list(text.encode()))
+                layers = 2 + (0 if key[2] is None else 1 + drafts.index(key[2]))
+                assert [cache.offset for cache in caches] == [199] * layers
+        assert server.is_alive() and not server.recorder.errors

@@ -25,6 +25,7 @@ WRONG = {
     "--kv-cache-value-bits": ("1", "7", "16", "four"),
     "--kv-cache-group-size": ("16", "7", "0", "256", "all"),
     "--kv-cache-codec": ("zip", " "),
+    "--kv-cache-checkpoint-tokens": ("-1", "2k", "1.5", "none"),
     "--cache-memory-mb": ("0", "-5", "1e30", "8GB", "1.5", "nan", "9" * 30),
     "--cache-memory-percent": ("20", "0", "-1", "1.5", "nan", "inf", "0%", "101%", "-5%", "half"),
 }
@@ -34,6 +35,10 @@ RIGHT = {
     "--kv-cache-value-bits": {"3": {"key_bits": 8, "value_bits": 3}},
     "--kv-cache-group-size": {"32": {"group_size": 32}, "128": {"group_size": 128}},
     "--kv-cache-codec": {"affine": {"codec": "affine", "key_bits": 8}, "raw": {"key_bits": None}},
+    "--kv-cache-checkpoint-tokens": {
+        "0": {"checkpoint_tokens": 0, "codec": "raw"},
+        "512": {"checkpoint_tokens": 512},
+    },
     "--cache-memory-mb": {"8192": {"memory_mb": 8192, "memory_percent": None}},
     "--cache-memory-percent": {
         "20%": {"memory_percent": 0.2},

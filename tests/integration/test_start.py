@@ -138,7 +138,8 @@ def test_the_real_command_says_what_holds_before_any_request(
     with StockServer(tmp_path / "log", *arguments) as server:
         line = server.wait_for("prefix cache: ")
         assert " - INFO - " in line
-        for part in ("codec rotated", "4 bits", "group size 64", BLOCKS, "2 of 2 layers quantized"):
+        layers = "2 layers: 2 token-wise at 4 bits"
+        for part in ("codec rotated", "4 bits", "group size 64", BLOCKS, layers):
             assert part in line
         assert "limit 104,857,600 bytes (a fixed limit)" in line
 
@@ -146,14 +147,15 @@ def test_the_real_command_says_what_holds_before_any_request(
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--kv-cache-bits", "8"], ["codec rotated", "keys 8 bits, values 8 bits"]),
-        (["--kv-cache-quantization"], ["codec rotated", "keys 8 bits, values 8 bits"]),
+        (["--kv-cache-bits", "8"], ["codec rotated, 8 bits", "2 token-wise at 8 bits"]),
+        (["--kv-cache-quantization"], ["codec rotated, 8 bits", "2 token-wise at 8 bits"]),
         (["--kv-cache-bits", "5", "--kv-cache-value-bits", "4"], ["keys 5 bits, values 4 bits"]),
-        (["--kv-cache-codec", "affine"], ["codec affine", "keys 8 bits", "group size 64"]),
-        (["--kv-cache-codec", "raw"], ["codec raw", "all 2 layers in full precision"]),
+        (["--kv-cache-codec", "affine"], ["codec affine, 8 bits, group size 64"]),
+        (["--kv-cache-codec", "raw"], ["codec raw,", "2 layers: 2 token-wise in full precision"]),
         (["--cache-memory-mb", "1"], ["codec raw", "limit 1,048,576 bytes (a fixed limit)"]),
         (["--kv-cache-group-size", "32"], ["codec rotated", "group size 32"]),
         (["--cache-memory-percent", "50%"], ["codec raw", "(50% of the "]),
+        (["--kv-cache-checkpoint-tokens", "64"], ["codec raw", "(20% of the "]),
     ],
 )
 def test_the_start_line(model: Path, arguments: list[str], parts: list[str]) -> None:
@@ -169,7 +171,7 @@ def test_a_variable_does_what_its_flag_does(model: Path) -> None:
     variables = {"MLX_LM_KV_CACHE_BITS": "4", "MLX_LM_CACHE_MEMORY_MB": "2"}
     with LocalServer("--model", str(model), **variables) as server:
         (line,) = start_lines(server)
-        assert "keys 4 bits" in line and "limit 2,097,152 bytes (a fixed limit)" in line
+        assert "codec rotated, 4 bits" in line and "limit 2,097,152 bytes (a fixed limit)" in line
         server.text(prompt("a", 1000))
         server.settle()
         sixteen_bit_bytes = 1008 * 2 * 2 * 2 * 64 * 2  # tokens, layers, K and V, heads, width
@@ -203,7 +205,7 @@ def test_a_model_that_a_request_names_is_announced_too(model: Path, light_model:
         for folder in (model, model, light_model, model):
             server.text(text, model=str(folder))
             server.text(text, model=str(folder), seed=1)
-        layers = [re.findall(r"(\d) of \d layers quantized", line) for line in start_lines(server)]
+        layers = [re.findall(r"(\d) layers?: ", line) for line in start_lines(server)]
         assert layers == [["2"], ["1"], ["2"]]
 
 
@@ -255,10 +257,9 @@ def test_the_width_of_heads(
     with LocalServer("--model", str(model_of_width(width)), *arguments) as server:
         (line,) = start_lines(server)
         if used is None:
-            assert "0 of 1 layers quantized" in line
-            assert f"2 tensors raw: no group size divides their width of {width}" in line
+            assert f"1 layer: 1 token-wise raw: head_dim {width};" in line
         else:
-            assert "1 of 1 layers quantized" in line and "raw" not in line
+            assert "1 layer: 1 token-wise at 4 bits" in line and "raw" not in line
         server.text(prompt("a", 512), max_tokens=1, seed=1)
         server.settle()
         caches, rest = server.prompt_cache.fetch_nearest_cache(
@@ -275,8 +276,8 @@ def test_the_width_of_heads(
 @pytest.mark.parametrize(
     ("family", "shapes", "line"),
     [
-        ("deepseek", [(1, 512), (1, 64)], "2 of 2 layers quantized"),
-        ("minicpm", [(4, 192), (4, 128)], "2 of 2 layers quantized"),
+        ("deepseek", [(1, 512), (1, 64)], "2 layers: 2 token-wise at 8 bits"),
+        ("minicpm", [(4, 192), (4, 128)], "2 layers: 2 token-wise at 8 bits"),
     ],
 )
 def test_keys_and_values_of_unequal_width(

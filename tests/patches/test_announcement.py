@@ -7,7 +7,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
@@ -15,6 +22,7 @@ from mlx_lm_kvcache_plugin.patches.announcement import announcement, layers_of
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget
+from tests.patches.cache_objects import known_kinds
 from tests.store.caches import Machine
 
 
@@ -22,30 +30,41 @@ class Model:
     """Fills its caches with nothing but shapes.
 
     Args:
-        widths: of keys and values, for each layer.
-        make: makes the cache of a layer.
+        layers: for each the widths of keys and values, and what makes its cache if it is no plain
+            one.
     """
 
     def __init__(
         self,
-        *widths: tuple[int, int],
-        make: Callable[[], Any] = KVCache,
+        *layers: tuple[int, int] | tuple[int, int, Callable[[], Any]],
         dtype: mx.Dtype = mx.bfloat16,
     ) -> None:
-        self.widths, self.make, self.dtype = widths, make, dtype
+        self.layers, self.dtype = layers, dtype
 
     def make_cache(self) -> list[Any]:
-        return [self.make() for _ in self.widths]
+        return [layer[2]() if len(layer) == 3 else KVCache() for layer in self.layers]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> None:
         assert tokens.shape == (1, 1)
-        for layer, widths in zip(cache, self.widths, strict=True):
-            keys, values = (mx.zeros((1, 2, 1, width), self.dtype) for width in widths)
+        for layer, (width, other, *_) in zip(cache, self.layers, strict=True):
+            keys, values = (mx.zeros((1, 2, 1, w), self.dtype) for w in (width, other))
             for one in layer.caches if isinstance(layer, CacheList) else [layer]:
                 if isinstance(one, ArraysCache):
                     one[0] = keys
-                else:
+                elif not isinstance(one, Unused):
                     one.update_and_fetch(keys, values)
+
+
+class Unused(KVCache):  # type: ignore[misc]
+    """Made, and never written to."""
+
+
+def window() -> Any:
+    return RotatingKVCache(16)
+
+
+def state() -> Any:
+    return ArraysCache(1)
 
 
 def cache_for(budget: Budget | None = None, **settings: Any) -> PrefixCache:
@@ -59,62 +78,92 @@ def cache_for(budget: Budget | None = None, **settings: Any) -> PrefixCache:
     )
 
 
+def announced(cache: PrefixCache, model: Any, draft_model: Any = None) -> str:
+    return announcement(cache, known_kinds(), model, draft_model)
+
+
 ALIKE = [(64, 64)] * 3
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"kv_cache_bits": 4}, "codec rotated, keys 4 bits, values 4 bits, group size 64,"),
+        ({"kv_cache_bits": 4}, "codec rotated, 4 bits, group size 64,"),
         (
             {"kv_cache_bits": 5, "kv_cache_value_bits": 4, "kv_cache_group_size": 32},
             "codec rotated, keys 5 bits, values 4 bits, group size 32,",
         ),
-        ({"kv_cache_codec": "affine"}, "codec affine, keys 8 bits, values 8 bits, group size 64,"),
+        ({"kv_cache_codec": "affine"}, "codec affine, 8 bits, group size 64,"),
         ({"cache_memory_mb": 100}, "codec raw,"),
     ],
 )
 def test_codec_bits_and_group_size(settings: dict[str, Any], expected: str) -> None:
     """And the size of a block. Full precision has neither bits nor groups."""
-    line = announcement(cache_for(**settings), Model(*ALIKE))
+    line = announced(cache_for(**settings), Model(*ALIKE))
     assert line.startswith(f"prefix cache: {expected} blocks of 128 tokens; ")
     assert "\n" not in line
+
+
+PLAIN, WINDOW, STATE = (64, 64), (64, 64, window), (64, 64, state)
 
 
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (Model(*ALIKE), "3 of 3 layers quantized"),
-        (Model((192, 128), (192, 128)), "2 of 2 layers quantized"),
-        (Model((512, 64)), "1 of 1 layers quantized"),
+        (Model(*ALIKE), "3 layers: 3 token-wise at 4 bits"),
+        (Model((192, 128), (192, 128)), "2 layers: 2 token-wise at 4 bits"),
+        (Model((512, 64)), "1 layer: 1 token-wise at 4 bits"),
+        (Model((128, 0)), "1 layer: 1 token-wise at 4 bits"),
+        (
+            Model(*([WINDOW] * 5 + [PLAIN]) * 3),
+            "18 layers: 15 windows at 8 bits, 3 token-wise at 4 bits",
+        ),
+        (
+            Model(PLAIN, WINDOW, STATE, PLAIN),
+            "4 layers: 2 token-wise at 4 bits, 1 window at 8 bits, 1 state raw",
+        ),
+        (
+            Model((64, 64, lambda: ChunkedKVCache(16)), (64, 64, QuantizedKVCache)),
+            "2 layers: 1 window at 8 bits, 1 token-wise at 4 bits",
+        ),
+        (Model(STATE, STATE), "2 layers: 2 states raw"),
+        (Model((80, 80), (80, 80)), "2 layers: 2 token-wise raw: head_dim 80"),
         (
             Model((80, 80), (112, 112)),
-            "0 of 2 layers quantized, 2 tensors raw: no group size divides their width of 80, "
-            "2 tensors raw: no group size divides their width of 112",
+            "2 layers: 1 token-wise raw: head_dim 80, 1 token-wise raw: head_dim 112",
         ),
+        (Model((80, 112)), "1 layer: 1 token-wise raw: head_dim 80 and head_dim 112"),
         (
             Model((64, 80), (64, 64)),
-            "1 of 2 layers quantized, 1 tensors raw: no group size divides their width of 80",
+            "2 layers: 1 token-wise at 4 bits, in part raw: head_dim 80, 1 token-wise at 4 bits",
         ),
-        (Model((128, 0)), "1 of 1 layers quantized"),
+        (Model((80, 80, window)), "1 layer: 1 window raw: head_dim 80"),
+        (Model((64, 64), dtype=mx.int32), "1 layer: 1 token-wise raw: dtype int32"),
         (
-            Model((64, 64), dtype=mx.int32),
-            "0 of 1 layers quantized, 2 tensors raw: they hold int32",
+            Model((64, 64, lambda: CacheList(state(), KVCache())), PLAIN),
+            "3 layers: 1 state raw, 2 token-wise at 4 bits",
         ),
-        (
-            Model(*ALIKE, make=lambda: RotatingKVCache(16)),
-            "all 3 layers kept whole and raw as checkpoints (RotatingKVCache)",
-        ),
-        (
-            Model(*ALIKE, make=lambda: CacheList(ArraysCache(1), KVCache())),
-            "all 3 layers kept whole and raw as checkpoints (ArraysCache, KVCache)",
-        ),
+        (Model(PLAIN, (64, 64, Unused)), "2 layers: 1 token-wise at 4 bits, 1 unused"),
     ],
 )
-def test_how_many_layers_are_quantized_and_why_not_all(model: Model, expected: str) -> None:
-    """Tensor by tensor, with the reason of those that stay raw."""
-    line = announcement(cache_for(kv_cache_bits=4), model)
+def test_what_becomes_of_the_layers(model: Model, expected: str) -> None:
+    """How many of each kind, how each is kept, and why some stay raw."""
+    line = announced(cache_for(kv_cache_bits=4), model)
     assert f"blocks of 128 tokens; {expected}; limit " in line
+
+
+def test_keys_and_values_may_have_different_bits() -> None:
+    """Windows have 8, whatever was asked for."""
+    cache = cache_for(kv_cache_bits=5, kv_cache_value_bits=4)
+    line = announced(cache, Model(PLAIN, WINDOW))
+    assert "codec rotated, keys 5 bits, values 4 bits, group size 64" in line
+    assert "; 2 layers: 1 token-wise at keys 5 bits, values 4 bits, 1 window at 8 bits;" in line
+
+
+def test_a_draft_model_has_layers_too() -> None:
+    """They are stored beside the model's."""
+    line = announced(cache_for(kv_cache_bits=4), Model(*ALIKE), Model(PLAIN, WINDOW))
+    assert "; 5 layers: 4 token-wise at 4 bits, 1 window at 8 bits; " in line
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -123,19 +172,21 @@ def test_a_smaller_group_size_is_no_reason(group_size: int) -> None:
     cache = cache_for(kv_cache_bits=4, kv_cache_group_size=group_size)
     used = {64: min(64, group_size), 96: 32}
     told = [f", groups of {g} for a width of {dim}" for dim, g in used.items() if g != group_size]
-    assert f"; 1 of 1 layers quantized{''.join(told)}; " in announcement(cache, Model((64, 96)))
+    expected = f"; 1 layer: 1 token-wise at 4 bits{''.join(told)}; "
+    assert expected in announced(cache, Model((64, 96)))
 
 
 def test_full_precision_quantizes_nothing() -> None:
     """And needs no reason for it."""
-    line = announcement(cache_for(cache_memory_mb=1), Model((80, 80), (64, 64)))
-    assert "; all 2 layers in full precision; " in line
+    line = announced(cache_for(cache_memory_mb=1), Model((80, 80), WINDOW, STATE, (64, 64)))
+    expected = "2 token-wise in full precision, 1 window in full precision, 1 state raw"
+    assert f"; 4 layers: {expected}; " in line
 
 
 def test_a_fixed_limit() -> None:
     """In bytes, and whence it came."""
     budget = Budget(limit_bytes=123 << 20, probe=Machine().probe)
-    line = announcement(cache_for(budget, kv_cache_bits=8), Model(*ALIKE))
+    line = announced(cache_for(budget, kv_cache_bits=8), Model(*ALIKE))
     assert line.endswith("; limit 128,974,848 bytes (a fixed limit)")
 
 
@@ -145,7 +196,7 @@ def test_a_share_is_resolved_once_the_model_is_there() -> None:
     budget = Budget(percent=0.25, probe=machine.probe)
     cache = cache_for(budget, kv_cache_bits=8)
     machine.available_bytes = 4 * GIB
-    line = announcement(cache, Model(*ALIKE))
+    line = announced(cache, Model(*ALIKE))
     assert line.endswith("; limit 1,073,741,824 bytes (25% of the 4,294,967,296 bytes available)")
     assert budget.limit_bytes == GIB
 
@@ -158,15 +209,16 @@ def test_a_model_that_takes_more_than_tokens_is_announced_all_the_same() -> None
             raise TypeError("no image")
 
     cache = cache_for(Budget(percent=0.5, probe=Machine(8 * GIB).probe), kv_cache_bits=8)
-    line = announcement(cache, Choosy(*ALIKE))
+    line = announced(cache, Choosy(*ALIKE))
     assert "codec rotated" in line and "no image" in line and "limit 4,294,967,296 bytes" in line
     assert cache.budget.limit_bytes == 4 * GIB
 
 
 def test_nothing_is_computed_for_it() -> None:
     """A large model would be slow to say anything: only shapes are asked for."""
-    caches = layers_of(Model((1 << 28, 1 << 28), (1 << 28, 1 << 28), dtype=mx.float32))
-    assert caches[1].keys.shape == (1, 2, 256, 1 << 28)  # 512 GiB, had it been made
+    huge = Model((1 << 28, 1 << 28), (1 << 28, 1 << 28), dtype=mx.float32)
+    assert layers_of(huge)[1].keys.shape == (1, 2, 256, 1 << 28)  # 512 GiB, had it been made
+    assert "; 2 layers: 2 token-wise at 4 bits; " in announced(cache_for(kv_cache_bits=4), huge)
 
 
 def test_what_is_announced_is_what_is_done() -> None:

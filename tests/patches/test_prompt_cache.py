@@ -5,8 +5,12 @@ from __future__ import annotations
 import inspect
 import logging
 import random
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -20,9 +24,13 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_lm_kvcache_plugin.events import Counters, Error, Event, Evict
+from mlx_lm_kvcache_plugin.patches.models_cache import leaves_of
 from mlx_lm_kvcache_plugin.patches.prompt_cache import CACHE_TYPES, PrefixPromptCache
+from mlx_lm_kvcache_plugin.patches.ranks import Ranks
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget
+from tests.patches import cache_objects as objects
+from tests.patches.cache_objects import KINDS, STATE_KINDS, known_kinds, same, visible
 from tests.store.caches import Machine, make_cache
 
 MODEL = ("model", None, None)
@@ -98,10 +106,12 @@ def are_for(caches: list[Any], tokens: Tokens, make: Make) -> bool:
 class Face(PrefixPromptCache):
     """Ours over a small store, with the events and an audit after each operation."""
 
-    def __init__(self, cache: PrefixCache | None = None, **options: Any) -> None:
+    def __init__(
+        self, cache: PrefixCache | None = None, ranks: Ranks | None = None, **options: Any
+    ) -> None:
         self.events: list[Event] = []
-        self.store = cache or make_cache("raw", emit=self.events.append, **options)
-        super().__init__(self.store)
+        self.store = cache or make_cache(emit=self.events.append, **options)
+        super().__init__(self.store, known_kinds(), ranks or Ranks())
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> Any:
         caches, rest = super().fetch_nearest_cache(model, tokens)
@@ -112,8 +122,8 @@ class Face(PrefixPromptCache):
         super().insert_cache(*arguments, **options)
         self.store.tree.check()
 
-    def fetched(self, tokens: Tokens, model: Any = MODEL) -> int:
-        """How many tokens are a hit; what comes back is right."""
+    def hit(self, tokens: Tokens, model: Any = MODEL) -> int:
+        """How many tokens are a hit."""
         caches, rest = self.fetch_nearest_cache(model, list(tokens))
         assert list(tokens)[len(tokens) - len(rest) :] == rest
         assert (caches is not None) == (len(rest) < len(tokens))
@@ -145,6 +155,9 @@ def test_the_members_are_upstreams() -> None:
 def test_the_same_script_over_stock_and_ours(make: Make, seed: int) -> None:
     """Chats that branch and come back: ours hits at least as much as stock, and never wrongly.
 
+    Where layers cannot be cut, ours gives up checkpoints inside of what went on, and stock does
+    not; but never the last one of a sequence that nothing went on from.
+
     Stock is right too here, since nothing is asked for that is stored whole: that kills it.
     """
     chance = random.Random(seed)
@@ -162,13 +175,21 @@ def test_the_same_script_over_stock_and_ours(make: Make, seed: int) -> None:
             hits.append(len(tokens) - len(rest))
             if caches is not None and (cache is ours or make is not rotating_caches):
                 assert are_for(caches, tokens[: hits[-1]], make)
-        assert hits[1] >= hits[0]
-        assert hits[1] < len(tokens)
+        if make is plain_caches:
+            assert hits[1] >= hits[0]
+        assert last_on_the_way(known, tokens) <= hits[1] < len(tokens)
         for cache in (stock, ours):
             cache.insert_cache(MODEL, tokens[:], make(tokens), cache_type="assistant")
         known.append(tokens)
     assert not [event for event in ours.events if isinstance(event, Error)]
     assert ours.store.counters.hits > 10
+
+
+def last_on_the_way(known: list[list[int]], tokens: list[int]) -> int:
+    """How long the sequence is that `tokens` go on from and that no other one goes on from."""
+    on_the_way = [one for one in known if tokens[: len(one)] == one]
+    last = max(on_the_way, key=len)
+    return len(last) if all(other[: len(last)] != last or other == last for other in known) else 0
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -212,17 +233,70 @@ def test_models_never_mix() -> None:
     ours, tokens = Face(), list(range(10))
     ours.put(tokens)
     for other in (("model", None, "draft"), ("model", "adapter", None), ("other", None, None)):
-        assert ours.fetched([*tokens, 1], model=other) == 0
-    assert ours.fetched([*tokens, 1]) == 10
+        assert ours.hit([*tokens, 1], model=other) == 0
+    assert ours.hit([*tokens, 1]) == 10
 
 
-def test_negative_ids_are_tokens() -> None:
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_goes_through_the_store(kind: str, bits: int | None) -> None:
+    """In full precision to the bit; with 4 bits in the same shape, and states to the bit too.
+
+    Beside a plain layer, which makes sure that there are rows in blocks.
+    """
+    ours = Face(make_cache("raw" if bits is None else "rotated", bits, block_tokens=128))
+    tokens, caches = tokens_and_caches(kind)
+    ours.insert_cache(MODEL, tokens, caches)
+    back, rest = ours.fetch_nearest_cache(MODEL, [*tokens, 1])
+    assert back is not None and rest == [1] and ours.store.counters.errors == 0
+    _, (layer, plain) = tokens_and_caches(kind)
+    if bits is None:
+        assert same(visible(back[1]), visible(plain))
+    if bits is None and kind not in objects.QUANTIZED_KINDS or kind in STATE_KINDS:
+        assert same(visible(back[0]), visible(layer))
+    assert looks_of(visible(back[0]))[:3] == looks_of(visible(layer))[:3]
+
+
+def tokens_and_caches(kind: str) -> tuple[list[int], list[Any]]:
+    """A layer of this kind beside a plain one, and as many tokens as they are of."""
+    layer = KINDS[kind]()
+    offsets = [leaf.offset for leaf in leaves_of([layer]) if hasattr(leaf, "offset")]
+    length = offsets[0] if offsets else 20
+    return list(range(length)), [layer, objects.plain(length)]
+
+
+def looks_of(seen: Any) -> list[Any]:
+    return [(array.shape, array.dtype) for array in objects.arrays_in(seen)]
+
+
+@pytest.mark.parametrize("width", [0, 128])
+def test_values_that_are_none_take_no_bytes(width: int) -> None:
+    """An indexer's: of no width, or zeros; they come back for upstream to attend to."""
+
+    def bytes_with(cache: Any) -> int:
+        ours = Face(block_tokens=128)
+        ours.insert_cache(MODEL, list(range(200)), [cache])
+        back, _ = ours.fetch_nearest_cache(MODEL, list(range(150)))
+        assert back is not None and back[0].values.shape == (1, 2, 149, cache.values.shape[3])
+        return ours.nbytes
+
+    cache = KVCache()
+    cache.update_and_fetch(objects.rows(200), mx.zeros((1, 2, 200, width)))
+    row_bytes = 2 * 64 * 4
+    assert 200 * row_bytes < bytes_with(cache) < 200 * row_bytes + 4096
+    assert bytes_with(objects.plain(200)) > 2 * 200 * row_bytes
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_negative_ids_are_tokens(make: Make) -> None:
     """Upstream gives an image ids of 60 bits; two images of one size are not the same."""
     one, other = -(2**60) + 12345, -(2**60) + 54321
     ours = Face()
-    ours.put([1, 2, one, one, one, 3, 4])
-    assert ours.fetched([1, 2, one, one, one, 3, 9]) == 6
-    assert ours.fetched([1, 2, other, other, other, 3, 9]) == 2
+    ours.put([1, 2, one, one, one, 3, 4], make=make)
+    assert ours.hit([1, 2, one, one, one, 3, 4, 9]) == 7
+    can_be_cut = make is not recurrent_caches
+    assert ours.hit([1, 2, one, one, one, 3, 9]) == (6 if can_be_cut else 0)
+    assert ours.hit([1, 2, other, other, other, 3, 9]) == (2 if can_be_cut else 0)
 
 
 def test_a_draft_stores_what_was_computed() -> None:
@@ -236,26 +310,63 @@ def test_a_draft_stores_what_was_computed() -> None:
     assert all(are_for([cache], tokens[:15], plain_caches) for cache in fetched)
 
 
+def test_what_was_fetched_for_is_known() -> None:
+    """A prefill that sets checkpoints has to know of which prompt, and behind which hit."""
+    ours = Face()
+    ours.put(range(10))
+    assert ours.hit([*range(10), 1, 2]) == 10
+    assert ours.fetched == (MODEL, [*range(10), 1, 2], 10)
+    assert ours.hit([50, 51]) == 0
+    assert ours.fetched == (MODEL, [50, 51], 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "length", "expected"),
+    [
+        (plain_caches, 20, 20),
+        (rotating_caches, 10, 10),
+        (rotating_caches, 12, 12),
+        (rotating_caches, 13, 0),
+        (recurrent_caches, 10, 0),
+    ],
+)
+def test_beside_a_draft_only_rows_are_stored(make: Make, length: int, expected: int) -> None:
+    """Upstream cannot take back what a draft got wrong from a full window or from a state.
+
+    So nobody knows what is in them; the same model alone has no such trouble.
+    """
+    for draft, hit in (("draft", expected), (None, length)):
+        ours, tokens = Face(), list(range(length))
+        ours.insert_cache(("model", None, draft), tokens, make(tokens))
+        assert ours.hit([*tokens, 99], model=("model", None, draft)) == hit
+        assert ours.store.counters.errors == 0 and (ours.nbytes > 0) is (hit > 0)
+
+
 # What cannot be cut
 
 
 def test_a_cache_that_trims_less_than_asked_is_a_miss() -> None:
-    """`ChunkedKVCache(8)` holding 20 tokens, and a request that shares 5: counted as a miss."""
+    """`ChunkedKVCache(8)` holding 20 tokens, and a request that shares 5: counted as a miss.
+
+    12 of them were dropped, so that upstream's `trim` would leave it 3 tokens longer than asked.
+    """
 
     def make(tokens: Tokens) -> list[Any]:
         cache = ChunkedKVCache(8)
         for end in range(1, len(tokens) + 1):
             row = row_of(tokens[:end])[None, None, None]
             cache.update_and_fetch(row, -row)
-            cache.maybe_trim_front()
+            objects.drop_front(cache)
         return [cache]
 
     tokens = list(range(20))
     ours = Face()
     ours.put(tokens, make=make)
-    assert ours.fetched([*tokens[:5], 99, 98]) == 0
-    assert ours.fetched(tokens) == 0
-    assert ours.fetched([*tokens, 99]) == 20
+    assert ours.hit([*tokens[:5], 99, 98]) == 0
+    assert ours.hit(tokens) == 0
+    caches, rest = ours.fetch_nearest_cache(MODEL, [*tokens, 99])
+    assert caches is not None and rest == [99]
+    assert same(visible(caches[0]), visible(make(tokens)[0]))
     assert (ours.store.counters.hits, ours.store.counters.misses) == (1, 2)
     assert ours.store.counters.errors == 0
 
@@ -265,8 +376,8 @@ def test_a_window_that_is_full_is_used_at_its_position_alone(shared: int) -> Non
     """What it forgot cannot come back."""
     ours, tokens = Face(), list(range(20))
     ours.put(tokens, make=rotating_caches)
-    assert ours.fetched([*tokens[:shared], 99, 98]) == 0
-    assert ours.fetched([*tokens, 99]) == 20
+    assert ours.hit([*tokens[:shared], 99, 98]) == 0
+    assert ours.hit([*tokens, 99]) == 20
 
 
 def test_a_window_that_is_not_full_can_be_cut() -> None:
@@ -284,8 +395,71 @@ def test_what_holds_nothing_is_not_stored(empty: Callable[[], Any]) -> None:
     ours = Face()
     ours.put(range(10))
     ours.insert_cache(MODEL, list(range(20)), [empty()])
-    assert ours.fetched(range(30)) == 10
+    assert ours.hit(range(30)) == 10
     assert ours.store.counters.errors == 0
+
+
+def test_a_window_beside_plain_layers_shares_their_blocks() -> None:
+    """A prompt longer than its window: the plain layer's blocks are shared, the window is exact.
+
+    Two sequences that part behind a checkpoint need the rows up to there once.
+    """
+    ours = Face(block_tokens=16)
+    system, rest = list(range(100)), list(range(200, 300))
+    ours.put(system, "system", make=rotating_caches)
+    one_bytes = ours.nbytes
+    ours.put([*system, *rest], make=rotating_caches)
+    both_bytes = ours.nbytes
+    ours.put([*system, *reversed(rest)], make=rotating_caches)
+    assert ours.nbytes - both_bytes < one_bytes + 4096
+    for tokens in ([*system, *rest], [*system, *reversed(rest)]):
+        caches, left = ours.fetch_nearest_cache(MODEL, [*tokens, 1])
+        assert caches is not None and left == [1]
+        assert are_for(caches, tokens, rotating_caches)
+    caches, left = ours.fetch_nearest_cache(MODEL, [*system, 7, 8])
+    assert caches is not None and left == [7, 8]
+    assert are_for(caches, system, rotating_caches)
+
+
+@pytest.mark.parametrize("make", [rotating_caches, recurrent_caches])
+def test_another_message_resumes_where_the_system_prompt_ends(make: Make) -> None:
+    """Stored where the system prompt ends and where the chat does; a new chat has the first alone.
+
+    Its state is the one of that position, to the bit, however the first chat went on.
+    """
+    ours = Face()
+    system, chat = list(range(30)), list(range(30, 50))
+    ours.put(system, "system", make=make)
+    ours.put([*system, *chat], make=make)
+    caches, rest = ours.fetch_nearest_cache(MODEL, [*system, 30, 31, 99])
+    assert caches is not None and rest == [30, 31, 99]
+    assert are_for(caches, system, make)
+    assert ours.hit([*system[:29], 99, 98]) == 0
+    assert ours.hit([*system, *chat, 99]) == 50
+
+
+@pytest.mark.parametrize("length", [11, 12, 13, 36])
+def test_a_prompt_may_be_as_long_as_a_window(length: int) -> None:
+    """One less, as many, one more, three times as many: a hit at its end, and as it was there."""
+    ours, tokens = Face(), list(range(length))
+    ours.put(tokens, make=rotating_caches)
+    caches, rest = ours.fetch_nearest_cache(MODEL, [*tokens, 99])
+    assert caches is not None and rest == [99]
+    assert are_for(caches, tokens, rotating_caches)
+    shorter = ours.hit([*tokens[:8], 99])
+    assert shorter == (8 if length <= 12 else 0)
+
+
+def test_a_window_fills_up_in_the_course_of_a_chat() -> None:
+    """Rows while it is not full, then a window: what was stored before is a hit all the same."""
+    ours, tokens = Face(), list(range(40))
+    for length in (8, 12, 20, 40):
+        ours.put(tokens[:length], "user", make=rotating_caches)
+        for stored in (8, 12, 20, 40):
+            if stored <= length:
+                caches, rest = ours.fetch_nearest_cache(MODEL, [*tokens[:stored], 99])
+                assert caches is not None and rest == [99]
+                assert are_for(caches, tokens[:stored], rotating_caches)
 
 
 def test_states_that_disagree_are_not_stored() -> None:
@@ -315,10 +489,10 @@ def test_trimming_evicts_at_once() -> None:
         ours.put(range(start, start + 10))
     ours.trim_to()
     assert len(ours) == 5
-    ours.fetched(range(0, 10))
+    ours.hit(range(0, 10))
     ours.trim_to(n_sequences=3)
     assert len(ours) == 3
-    assert [ours.fetched(range(start, start + 10)) for start in (0, 10, 20, 30, 40)] == [
+    assert [ours.hit(range(start, start + 10)) for start in (0, 10, 20, 30, 40)] == [
         9,
         0,
         0,
@@ -352,14 +526,16 @@ def test_sequences_and_bytes_by_type() -> None:
     # The root of the model's sequences is of no type.
     assert 0 <= ours.nbytes - sum(stat["n_bytes"] for stat in stats.values()) < 512
     assert len(ours) == 2
+    ours.put([6, 6, 6], "prompt")  # ours, which is none of upstream's
+    assert ours.stats_by_type()["user"]["n_sequences"] == 2
     ours.put([5, 5, 5], "tool")
     assert [*ours.stats_by_type()] == list(CACHE_TYPES)
-    assert len(ours) == 3
+    assert len(ours) == 4
 
 
 def test_nothing_is_kept_without_a_store() -> None:
     """`--disable-prefix-cache`: all seven members answer."""
-    ours = PrefixPromptCache(None)
+    ours = PrefixPromptCache(None, known_kinds(), Ranks())
     ours.insert_cache(MODEL, [1, 2, 3], plain_caches([1, 2, 3]))
     assert ours.fetch_nearest_cache(MODEL, [1, 2, 3, 4]) == (None, [1, 2, 3, 4])
     ours.trim_to(n_bytes=0, n_sequences=0)
@@ -397,7 +573,7 @@ def test_a_cache_that_cannot_be_stored_is_skipped(
     assert (ours.nbytes, len(ours)) == before
     assert ours.store.counters.errors == 3
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert ours.fetched(range(10)) == 9
+    assert ours.hit(range(10)) == 9
 
 
 def test_a_failure_is_a_miss_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -416,10 +592,10 @@ def test_a_failure_is_a_miss_and_told_once(caplog: pytest.LogCaptureFixture) -> 
 
     for error in (OSError("first"), OSError("second"), KeyError("third")):
         fail_with(error)
-        assert ours.fetched(range(10)) == 0
+        assert ours.hit(range(10)) == 0
         ours.put([7, 7, 7])
     machine.before_probing = lambda: None
-    assert ours.fetched(range(10)) == 9 and ours.fetched([7, 7, 7, 7]) == 0
+    assert ours.hit(range(10)) == 9 and ours.hit([7, 7, 7, 7]) == 0
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [
         "prefix cache: fetch failed and was skipped: OSError: first",
@@ -459,8 +635,128 @@ def test_a_listener_that_fails_does_not_reach_the_server() -> None:
     def fail(event: object) -> None:
         raise RuntimeError("no")
 
-    ours = PrefixPromptCache(make_cache(emit=fail))
+    ours = PrefixPromptCache(make_cache(emit=fail), known_kinds(), Ranks())
     for _ in range(2):
         assert ours.fetch_nearest_cache(MODEL, [1, 2, 3]) == (None, [1, 2, 3])
         ours.insert_cache(MODEL, [1, 2], plain_caches([1, 2]))
     ours.trim_to(n_bytes=0)
+
+
+# Several ranks
+
+
+class OtherRank:
+    """What another rank says in each collective, so that ours can be tested alone.
+
+    Args:
+        says: its numbers, in turn; more than that is an error.
+    """
+
+    def __init__(self, *says: int) -> None:
+        self.says = list(says)
+        self.heard: list[int] = []
+
+    def all_min(self, numbers: list[int]) -> list[int]:
+        mine, _ = numbers
+        other = self.says.pop(0)
+        self.heard.append(mine)
+        return [min(mine, other), min(-mine, -other)]
+
+    def ranks(self) -> Ranks:
+        group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+        return Ranks(group, self.all_min)
+
+
+@pytest.mark.parametrize(
+    ("make", "says", "heard", "expected"),
+    [
+        (plain_caches, (20, 1), [20, 1], 20),
+        (plain_caches, (12, 12, 1), [20, 12, 1], 12),
+        (plain_caches, (25, 20, 1), [20, 20, 1], 20),
+        (plain_caches, (0,), [20], 0),
+        (recurrent_caches, (20, 1), [20, 1], 20),
+        (recurrent_caches, (12, 8, 1), [20, 8, 1], 8),
+        (recurrent_caches, (12, 5, 0), [20, 8, 0], 0),
+    ],
+)
+def test_a_hit_is_what_every_rank_can_restore(
+    make: Make, says: tuple[int, ...], heard: list[int], expected: int
+) -> None:
+    """The longest prefix that all of them have at the same position.
+
+    Each says what it has, as often as the others do: else they would wait for each other.
+    """
+    other, tokens = OtherRank(*says), list(range(20))
+    ours = Face(ranks=other.ranks())
+    ours.put(tokens[:8], "system", make=make)
+    ours.put(tokens, make=make)
+    caches, rest = ours.fetch_nearest_cache(MODEL, [*tokens, 98, 99])
+    assert (other.heard, other.says) == (heard, [])
+    assert len(rest) == 22 - expected and (caches is not None) is (expected > 0)
+    if caches is not None:
+        assert are_for(caches, tokens[:expected], make)
+    assert ours.fetched == (MODEL, [*tokens, 98, 99], expected)
+    assert ours.store.counters.hits == int(expected > 0)
+
+
+def test_a_rank_that_cannot_restore_makes_it_a_miss_for_all() -> None:
+    """Though this one could: they would compute different tokens."""
+    other = OtherRank(10, 0)
+    ours = Face(ranks=other.ranks())
+    ours.put(range(10))
+    assert ours.hit([*range(10), 99]) == 0
+    assert (other.heard, other.says) == ([10, 1], [])
+    assert ours.fetched[2] == 0
+
+
+def test_a_failure_is_told_to_the_other_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever step it is in: they go on, and here it is a miss like any other failure."""
+    for name, says, heard in (("match", (10,), [0]), ("fetch", (10, 1), [10, 0])):
+        other = OtherRank(*says)
+        ours = Face(ranks=other.ranks())
+        ours.put(range(10))
+        with mock.patch.object(ours.store, name, side_effect=OSError(name)):
+            assert ours.hit([*range(10), 99]) == 0
+        assert (other.heard, other.says) == (heard, [])
+        assert ours.events[-1] == Error("fetch", f"OSError: {name}")
+    assert len(caplog.records) == 2
+
+
+def test_a_rank_that_keeps_nothing_says_so() -> None:
+    """`--disable-prefix-cache` on one of them is a miss on all."""
+    other = OtherRank(10)
+    ours = PrefixPromptCache(None, known_kinds(), other.ranks())
+    assert ours.fetch_nearest_cache(MODEL, [1, 2, 3]) == (None, [1, 2, 3])
+    assert (other.heard, other.says) == ([0], [])
+
+
+def test_two_ranks_reuse_alike() -> None:
+    """Each over a store of its own, one of which has room for less: request after request.
+
+    They meet in every collective, or the barrier would break.
+    """
+    said: list[list[int]] = [[], []]
+    barrier = threading.Barrier(2, timeout=60)
+
+    def serve(rank: int) -> list[int]:
+        def all_min(numbers: list[int]) -> list[int]:
+            said[rank] = numbers
+            barrier.wait()
+            least = [min(pair) for pair in zip(*said, strict=True)]
+            barrier.wait()
+            return least
+
+        group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
+        ours = Face(ranks=Ranks(group, all_min), limit_bytes=[GIB, 30_000][rank])
+        chance, hits = random.Random(7), []
+        for _ in range(60):
+            start = chance.choice([0, 100, 200])
+            tokens = list(range(start, start + chance.randint(1, 40)))
+            hits.append(ours.hit([*tokens, 7]))
+            ours.put(tokens, make=rotating_caches)
+        assert ours.store.counters.errors == 0
+        return hits
+
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(serve, range(2))
+    assert one == other and 10 < sum(hit > 0 for hit in one) < 60

@@ -6,12 +6,11 @@ import argparse
 import gc
 import importlib
 import importlib.util
-import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -106,11 +105,30 @@ class CuriousGenerator:
         self.prompt_cache.promote(BatchGenerator())  # type: ignore[name-defined]  # noqa: F821
 
 
-class OtherGenerator:
+class OtherBatches:
     """Makes its batches otherwise."""
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> None: ...
+
+    def _serve_single(self, request: Any) -> None:
+        stream_generate(request)  # type: ignore[name-defined]  # noqa: F821
 
     def _generate(self) -> None:
         """Nothing that looks up `BatchGenerator`."""
+
+
+class OtherSingles(OtherBatches):
+    """Generates by other means what is not batched."""
+
+    def _serve_single(self, request: Any) -> None:
+        """Nothing that looks up `stream_generate`."""
+
+
+class OtherSegments:
+    """Cuts its prompts otherwise."""
+
+    def _tokenize(self, tokenizer: Any, request: Any) -> None:
+        """Without the arguments."""
 
 
 class OtherProvider:
@@ -145,10 +163,21 @@ WRONG_SHAPES: dict[str, tuple[str, Any, str]] = {
         CuriousGenerator,
         "CuriousGenerator uses prompt_cache.promote",
     ),
+    "no stream": ("stream_generate", None, "mlx_lm.server has no stream_generate"),
     "other batches": (
         "ResponseGenerator",
-        OtherGenerator,
-        "OtherGenerator._generate does not use BatchGenerator",
+        OtherBatches,
+        "OtherBatches._generate does not use BatchGenerator",
+    ),
+    "other singles": (
+        "ResponseGenerator",
+        OtherSingles,
+        "OtherSingles._serve_single does not use stream_generate",
+    ),
+    "other segments": (
+        "ResponseGenerator",
+        OtherSegments,
+        "OtherSegments._tokenize does not take (tokenizer, request, args)",
     ),
     "other provider": (
         "ModelProvider",
@@ -156,7 +185,11 @@ WRONG_SHAPES: dict[str, tuple[str, Any, str]] = {
         "OtherProvider.load does not take (model_path, adapter_path, draft_model_path)",
     ),
     "main without argparse": ("main", idle, "idle does not use ModelProvider, argparse"),
-    "run without the cache": ("run", idle, "idle does not use LRUPromptCache"),
+    "run without our classes": (
+        "run",
+        idle,
+        "idle does not use LRUPromptCache, ResponseGenerator",
+    ),
 }
 
 
@@ -250,6 +283,7 @@ def test_a_flag_binds_our_classes_and_its_absence_stocks(module: Any) -> None:
         assert all(getattr(module, name) is not stock[name] for name in patch.REBOUND)
         assert issubclass(module.LRUPromptCache, PrefixPromptCache)
         assert issubclass(module.ModelProvider, stock["ModelProvider"])
+        assert issubclass(module.ResponseGenerator, stock["ResponseGenerator"])
         assert issubclass(module.BatchGenerator, stock["BatchGenerator"])
         parse(module)
         assert stock_names(module) == stock
@@ -262,9 +296,9 @@ def test_a_variable_binds_our_classes_at_once(module: Any, monkeypatch: pytest.M
     cache = module.LRUPromptCache(10)
     assert isinstance(cache, PrefixPromptCache)
     assert (len(cache), cache.nbytes) == (0, 0)
-    assert cache._cache.settings.key_bits == 4
+    assert cache.cache.settings.key_bits == 4
     monkeypatch.setenv("MLX_LM_KV_CACHE_BITS", "8")
-    assert module.LRUPromptCache(10)._cache.settings.key_bits == 8
+    assert module.LRUPromptCache(10).cache.settings.key_bits == 8
     assert mlx_lm.models.cache.LRUPromptCache is Stock
 
 
@@ -311,10 +345,10 @@ def test_a_typed_size_counts_and_the_default_does_not(module: Any) -> None:
         arguments_of_run = parse(module, "--kv-cache-bits", "4", *arguments)
         assert arguments_of_run.prompt_cache_size == 10
         cache = module.LRUPromptCache(arguments_of_run.prompt_cache_size)
-        assert cache._cache.max_sequences == expected
-    assert module.LRUPromptCache()._cache.max_sequences is None
-    assert module.LRUPromptCache(3)._cache.max_sequences == 3
-    assert module.LRUPromptCache(max_size=4)._cache.max_sequences == 4
+        assert cache.cache.max_sequences == expected
+    assert module.LRUPromptCache().cache.max_sequences is None
+    assert module.LRUPromptCache(3).cache.max_sequences == 3
+    assert module.LRUPromptCache(max_size=4).cache.max_sequences == 4
 
 
 def test_max_bytes_is_a_limit(module: Any) -> None:
@@ -361,98 +395,12 @@ def test_prompt_cache_bytes_leaves_room_for_what_is_decoded(module: Any) -> None
     assert 50_000 < held() <= 60_000
 
 
-def test_several_ranks_get_stocks_cache(
-    module: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each rank would decide for itself what a hit is, and they would wait for each other."""
-    patches.apply(module)
-    parse(module, "--kv-cache-bits", "4")
-    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    monkeypatch.setattr(mx.distributed, "init", lambda: group)
-    cache = module.LRUPromptCache(7)
-    assert type(cache) is Stock and cache.max_size == 7
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-
-
-class FakeProvider:
-    """Upstream's, as far as the patch knows it."""
-
-    def __init__(self, arguments: argparse.Namespace | None = None) -> None:
-        self.cli_args = arguments
-        self.model_key: tuple[str, ...] | None = None
-        self.model: object = None
-
-    def load(
-        self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
-    ) -> tuple[object, str]:
-        self.model, self.model_key = object(), (model_path,)
-        return self.model, "tokenizer"
-
-
-@pytest.fixture
-def announced(
-    module: Any, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., list[object]]]:
-    """Load models one after the other; which were announced."""
-    seen: list[object] = []
-
-    def announce(cache: object, model: object, draft_model: object) -> str:
-        seen.append(model)
-        return "the line"
-
-    monkeypatch.setattr(patch, "announcement", announce)
-    module.ModelProvider = FakeProvider
-    patches.apply(module)
-    assert patches.outcomes["mlx_lm.server"] == "patched"
-
-    def load(cache: object, *paths: str) -> list[object]:
-        provider = module.ModelProvider()
-        models = []
-        for path in paths:
-            model, tokenizer = provider.load(path)
-            assert tokenizer == "tokenizer"
-            models.append(model)
-        return [models.index(model) for model in seen]
-
-    yield load
-
-
-def test_each_loaded_model_is_announced_once(
-    module: Any, announced: Callable[..., list[object]], caplog: pytest.LogCaptureFixture
-) -> None:
-    """At level INFO; a model that is there already is not."""
-    caplog.set_level(logging.INFO, "mlx_lm_kvcache_plugin")
-    parse(module, "--kv-cache-bits", "4")
-    cache = module.LRUPromptCache(10)
-    assert announced(cache, "a", "a", "b", "a") == [0, 2, 3]
-    assert [record.getMessage() for record in caplog.records] == ["the line"] * 3
-
-
-def test_an_announcement_that_fails_is_no_failure_of_the_load(
-    module: Any,
-    announced: Callable[..., list[object]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It is told as a warning, and the model serves."""
-
-    def fail(*models: object) -> str:
-        raise RuntimeError("no idea")
-
-    monkeypatch.setattr(patch, "announcement", fail)
-    parse(module, "--kv-cache-bits", "4")
-    cache = module.LRUPromptCache(10)
-    assert announced(cache, "a") == []
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and "no idea" in record.getMessage()
-
-
 def test_the_patch_keeps_no_cache_alive(module: Any) -> None:
     """Upstream deletes it on the thread that generates, where its arrays have to die."""
     patches.apply(module)
     parse(module, "--kv-cache-bits", "4")
     cache = module.LRUPromptCache(10)
-    seen = weakref.ref(cache._cache)
+    seen = weakref.ref(cache.cache)
     del cache
     gc.collect()
     assert seen() is None

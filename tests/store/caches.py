@@ -1,4 +1,4 @@
-"""Small prefix caches for tests, and keys and values that depend on all tokens before them."""
+"""Small prefix caches for tests, and layers that depend on all tokens before them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,31 @@ import numpy as np
 
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
 from mlx_lm_kvcache_plugin.events import Event
-from mlx_lm_kvcache_plugin.fetched import Fetched
+from mlx_lm_kvcache_plugin.layers import Fetched, Layers, Layout
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings
+from mlx_lm_kvcache_plugin.spaces import Space
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, Memory
-from tests.tensors import Rows
+from tests.tensors import Rows, Window
 
 MODEL = "model"
 
+TINY: dict[str, Any] = {"layers": 1, "heads": 1, "dim": 2}
+"""For what is about tokens and not about numbers."""
 
-@dataclass(eq=False)
-class Point:
-    """A checkpoint: the state after these tokens."""
+MIXED: dict[str, Any] = {**TINY, "windows": (5, 3), "state_bytes": 300}
+"""A layer with rows, two with windows of different lengths, and a state."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a recurrent layer is after these tokens, if there is one: the tokens themselves."""
 
     tokens: tuple[int, ...]
-    can_be_cut: bool = False
-    nbytes: int = 300
+    nbytes: int
+
+    def restore(self) -> list[Any]:
+        return [list(self.tokens)] if self.nbytes else []
 
 
 @dataclass
@@ -89,6 +98,55 @@ def tensors_for(
     return tensors
 
 
+def layers_for(
+    tokens: Sequence[int],
+    namespace: Hashable = MODEL,
+    *,
+    layers: int = 2,
+    windows: Sequence[int] = (),
+    state_bytes: int = 0,
+    **shape: Any,
+) -> Layers:
+    """What a model's layers hold after these tokens, taken apart.
+
+    Args:
+        layers: how many have a row for each token.
+        windows: for each further layer, of how many tokens its window holds the rows; while there
+            are no more tokens than that they are rows like others.
+        state_bytes: what the state of one more layer takes; 0 if there is none.
+        shape: of the tensors.
+    """
+    tensors = tensors_for(tokens, namespace, layers=layers + len(windows), **shape)
+    lengths = [len(tokens)] * layers + [min(window, len(tokens)) for window in windows]
+    are_full = [length < len(tokens) for length in lengths]
+    rows, slid = [], []
+    for index, tensor in enumerate(tensors):
+        if are_full[index // 2]:
+            slid.append(Window(tensor.array[:, -lengths[index // 2] :]))
+        else:
+            rows.append(tensor)
+    has_state = state_bytes > 0
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    layout = Layout(
+        rows=tuple(tensor.spec for tensor in rows),
+        windows=tuple(tensor.spec for tensor in slid),
+        states=int(has_state),
+        form=(tuple(are_full), has_state) if slid or has_state else "rows",
+        look=(*((keys.spec, values.spec) for keys, values in pairs), *[()] * has_state),
+    )
+    return Layers(
+        layout, len(tokens), rows, slid, state_bytes, lambda: State(tuple(tokens), state_bytes)
+    )
+
+
+def row_layers(tensors: Sequence[Rows], tokens: int) -> Layers:
+    """A model with attention alone, of which this is the first `tokens` rows."""
+    specs = tuple(tensor.spec for tensor in tensors)
+    look = tuple(zip(specs[::2], specs[1::2], strict=True))
+    layout = Layout(rows=specs, windows=(), states=0, form="rows", look=look)
+    return Layers(layout, tokens, tensors, [], 0, lambda: State((), 0))
+
+
 def insert(
     cache: PrefixCache,
     tokens: Sequence[int],
@@ -97,27 +155,54 @@ def insert(
     **shape: Any,
 ) -> None:
     """Store what a model computes for these tokens."""
-    cache.insert(namespace, tokens, tensors_for(tokens, namespace, **shape), label)
+    cache.insert(namespace, tokens, layers_for(tokens, namespace, **shape), label)
     cache.tree.check()
+
+
+def fetched_from(
+    cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = MODEL
+) -> Fetched | None:
+    """What a prompt gets."""
+    fetched: Fetched | None = cache.fetch(tokens, cache.match(namespace, tokens))
+    cache.tree.check()
+    return fetched
 
 
 def fetch(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = MODEL) -> int:
     """How many tokens are a hit."""
-    fetched = cache.fetch(namespace, tokens)
-    cache.tree.check()
+    fetched = fetched_from(cache, tokens, namespace)
     return fetched.tokens if fetched else 0
 
 
 def is_what_was_computed(
     fetched: Fetched, tokens: Sequence[int], namespace: Hashable = MODEL, **shape: Any
 ) -> bool:
-    """Whether every tensor is, bit for bit, what the model computes for the tokens of the hit."""
-    wanted = [tensor.array for tensor in tensors_for(tokens[: fetched.tokens], namespace, **shape)]
-    assert fetched.tensors is not None
-    return len(wanted) == len(fetched.tensors) and all(
-        one.dtype == other.dtype and bool(mx.array_equal(one, other))
-        for one, other in zip(fetched.tensors, wanted, strict=True)
+    """Whether all of it is, bit for bit, what the model computes for the tokens of the hit.
+
+    Where the hit is a part of what was stored, with windows that were not full in the whole either.
+    """
+    wanted = layers_for(tokens[: fetched.tokens], namespace, **shape)
+    states = wanted.freeze().restore() if wanted.layout.states else []
+    return (
+        fetched.layout == wanted.layout
+        and fetched.states == states
+        and are_same(fetched.rows, wanted.rows)
+        and are_same(fetched.windows, wanted.windows)
     )
+
+
+def are_same(arrays: Sequence[mx.array], tensors: Sequence[Rows]) -> bool:
+    """Whether arrays are, bit for bit and in their dtype, the rows of tensors."""
+    return len(arrays) == len(tensors) and all(
+        array.dtype == tensor.array.dtype and bool(mx.array_equal(array, tensor.array))
+        for array, tensor in zip(arrays, tensors, strict=True)
+    )
+
+
+def space_of(cache: PrefixCache, namespace: Hashable = MODEL) -> Space:
+    """Where a namespace of one layout is stored."""
+    (space,) = cache._spaces.of(namespace)
+    return space
 
 
 class Crash(Exception):

@@ -51,8 +51,16 @@ def break_the_key(tree: BlockTree) -> None:
     node(tree, "ef").key = node(tree, "xy").key
 
 
-def keep_an_empty_leaf(tree: BlockTree) -> None:
+def keep_a_node_for_nothing(tree: BlockTree) -> None:
     node(tree, "ef").payload = None
+
+
+def forget_who_bears(tree: BlockTree) -> None:
+    node(tree, "pq").is_bearer = False
+
+
+def let_a_leaf_bear(tree: BlockTree) -> None:
+    node(tree, "ef").is_bearer = True
 
 
 def disorder(tree: BlockTree) -> None:
@@ -111,7 +119,9 @@ FAULTS: dict[Callable[[BlockTree], None], str] = {
     lose_count_of_nodes: "the number of nodes is wrong",
     break_the_link_upwards: "a link is broken",
     break_the_key: "a link is broken",
-    keep_an_empty_leaf: "a leaf holds nothing",
+    keep_a_node_for_nothing: "a node that bears nothing holds nothing",
+    forget_who_bears: "a node that bears nothing holds nothing",
+    let_a_leaf_bear: "a leaf bears nothing",
     disorder: "a parent is older than its child",
     grow_a_block: "a block is too long",
     continue_a_tail: "a tail bears more than a checkpoint",

@@ -121,9 +121,8 @@ def test_the_longest_run_is_the_naive_one(seed: int) -> None:
     def letters() -> str:
         return "".join(choose.choice("ab") for _ in range(choose.randrange(1, 7)))
 
-    for _ in range(choose.randrange(1, 25)):
-        put(tree, letters())
-        put_checkpoint(tree, letters())
+    for _ in range(choose.randrange(1, 40)):
+        (put_checkpoint if seed % 2 else put)(tree, letters())
     siblings = [letters_of(block) for block in tree.root(MODEL).children.values()]
     for _ in range(50):
         wanted = letters() + choose.choice(["", "x", "abab"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -14,25 +14,39 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.events import Event, Evict, Hit, Insert, Miss
-from mlx_lm_kvcache_plugin.fetched import Fetched
+from mlx_lm_kvcache_plugin.layers import Fetched, Layers
+from mlx_lm_kvcache_plugin.store.blocks import Block
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, logger
+from mlx_lm_kvcache_plugin.store.thinning import GENERATED, PROMPT, SYSTEM, USER
 from tests.store.caches import (
     Crash,
     Machine,
-    Point,
     fail_on_call,
+    fetched_from,
     insert,
     is_what_was_computed,
+    layers_for,
     make_cache,
-    tensors_for,
 )
 
 Sequence = tuple[int, ...]
 
-ROWS = ("rows", "other rows")
-"""Namespaces of models whose tokens are independent rows."""
+ROWS, OTHER_ROWS = "rows", "other rows"
+WINDOWS, STATES, CHATS = "windows", "states", "chats"
 
-CUTTABLE, RIGID = "states that can be cut", "states that cannot"
+MODELS: dict[str, dict[str, Any]] = {
+    ROWS: {},
+    OTHER_ROWS: {},
+    WINDOWS: {"windows": (2, 6)},  # rows alone until the first of them is full
+    STATES: {"windows": (3,), "state_bytes": 200},
+    CHATS: {"windows": (3,), "state_bytes": 200},
+}
+"""By namespace, what its model has beside layers whose tokens are independent rows."""
+
+THINNED = {CHATS}
+"""Where checkpoints get any label, so that some of them are given up for others."""
+
+LABELS = (SYSTEM, USER, PROMPT, GENERATED)
 
 LIMIT_BYTES = 1 << 20
 
@@ -55,6 +69,21 @@ def common(one: Sequence, other: Sequence) -> int:
     return length
 
 
+namespaces = st.sampled_from(list(MODELS))
+labels = st.sampled_from(LABELS)
+
+
+def root_of(block: Block) -> Any:
+    """The space that a block is in."""
+    while block.parent is not None:
+        block = block.parent
+    return block.namespace  # type: ignore[attr-defined]
+
+
+def crash() -> None:
+    raise Crash
+
+
 def crashing(name: str, on_call: int) -> AbstractContextManager[object]:
     """Make the codec's method fail when it is called for the n-th time."""
     return patch.object(RawCodec, name, fail_on_call(on_call, getattr(RawCodec, name)))
@@ -63,8 +92,8 @@ def crashing(name: str, on_call: int) -> AbstractContextManager[object]:
 class PrefixCacheMachine(RuleBasedStateMachine):
     """The list knows all that was ever stored, so it bounds every hit.
 
-    Until something is evicted it equals every hit; and what is fetched is always what a model
-    computes for the tokens of the hit.
+    Until something is evicted it equals every hit, but where checkpoints are given up for others;
+    and what is fetched is always what a model computes for the tokens of the hit.
     """
 
     def __init__(self) -> None:
@@ -76,145 +105,144 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             limit_bytes=LIMIT_BYTES, ceiling=lambda: self.ceiling, probe=self.machine.probe
         )
         self.cache = make_cache(budget=budget, emit=self.events.append)
-        self.layers = dict.fromkeys(ROWS, 2)
+        self.layers = dict.fromkeys(MODELS, 1)
         self.stored: list[tuple[str, Sequence]] = []
         self.is_complete = True
 
+    def shape(self, namespace: str) -> dict[str, Any]:
+        return {"layers": self.layers[namespace], **MODELS[namespace], **SHAPE}
+
+    def layers_of(self, tokens: Sequence, namespace: str) -> Layers:
+        return layers_for(tokens, namespace, **self.shape(namespace))
+
     # What is stored
 
-    @rule(tokens=sequences, namespace=st.sampled_from(ROWS))
-    def insert(self, tokens: Sequence, namespace: str) -> None:
-        shape = {"layers": self.layers[namespace], **SHAPE}
-        self.expect_insert(
-            namespace, tokens, lambda: insert(self.cache, tokens, namespace, **shape)
-        )
+    @rule(tokens=sequences, namespace=namespaces, label=labels)
+    def insert(self, tokens: Sequence, namespace: str, label: str) -> None:
+        self.events.clear()
+        label = label if namespace in THINNED else SYSTEM
+        insert(self.cache, tokens, namespace, label, **self.shape(namespace))
+        self.expect_stored(tokens, namespace)
 
-    @rule(tokens=sequences, namespace=st.sampled_from(ROWS))
+    @rule(tokens=sequences, namespace=namespaces)
     def insert_of_another_shape(self, tokens: Sequence, namespace: str) -> None:
         """The model behind a namespace looks different now: what is stored of it is no use."""
         self.layers[namespace] = 3 - self.layers[namespace]
         self.stored = [item for item in self.stored if item[0] != namespace]
-        self.insert(tokens, namespace)
+        self.insert(tokens, namespace, USER)
 
-    @rule(
-        tokens=sequences,
-        last=st.sampled_from([0, 1]),
-        namespace=st.sampled_from([CUTTABLE, RIGID]),
-    )
-    def insert_checkpoint(self, tokens: Sequence, last: int, namespace: str) -> None:
-        tokens = (*tokens, last)  # there is no state of no tokens
-        point = Point(tokens, can_be_cut=namespace == CUTTABLE, nbytes=100 * len(tokens))
-        self.expect_insert(
-            namespace,
-            tokens,
-            lambda: self.cache.insert_checkpoint(namespace, tokens, point, "system"),
-        )
-
-    def expect_insert(self, namespace: str, tokens: Sequence, store: Callable[[], None]) -> None:
-        self.events.clear()
-        store()
-        self.stored.append((namespace, tokens))
-        (said,) = [event for event in self.events if isinstance(event, Insert)]
+    def expect_stored(self, tokens: Sequence, namespace: str) -> None:
+        """What was told of an insert is so."""
+        told = [event for event in self.events if isinstance(event, Insert)]
         self.notice_evictions()
+        if not told:
+            # It was there already, or is larger by itself than what may be held.
+            assert self.needs_checkpoint(tokens, namespace)
+            self.is_complete &= (namespace, tokens) in self.stored or not tokens
+            return
+        (said,) = told
+        self.stored.append((namespace, tokens))
         self.is_complete &= said.stored_tokens == len(tokens)
         assert 0 <= said.new_tokens <= said.stored_tokens <= len(tokens) == said.tokens
+        if self.needs_checkpoint(tokens, namespace):
+            assert said.stored_tokens in (0, len(tokens))
         if self.cache.max_sequences is not None:
             assert self.cache.tree.sequences.total() <= self.cache.max_sequences
         elif said.stored_tokens:
             assert self.expect_fetch((*tokens, NEVER), namespace) >= said.stored_tokens
 
-    @rule(tokens=sequences, namespace=st.sampled_from(ROWS), on_call=st.integers(1, 12))
+    def needs_checkpoint(self, tokens: Sequence, namespace: str) -> bool:
+        windows = MODELS[namespace].get("windows", ())
+        return "state_bytes" in MODELS[namespace] or any(len(tokens) > size for size in windows)
+
+    @rule(tokens=sequences, namespace=namespaces, on_call=st.integers(1, 14))
     def insert_with_a_crash_in_the_codec(
         self, tokens: Sequence, namespace: str, on_call: int
     ) -> None:
         with crashing("encode", on_call):
             self.expect_insert_or_nothing(tokens, namespace)
 
-    @rule(tokens=sequences, namespace=st.sampled_from(ROWS), on_call=st.integers(1, 3))
+    @rule(tokens=sequences, namespace=namespaces)
+    def insert_with_a_crash_in_the_states(self, tokens: Sequence, namespace: str) -> None:
+        self.expect_insert_or_nothing(tokens, namespace, freeze=crash)
+
+    @rule(tokens=sequences, namespace=namespaces, on_call=st.integers(1, 3))
     def insert_with_a_crash_in_the_probe(
         self, tokens: Sequence, namespace: str, on_call: int
     ) -> None:
-        left = on_call
+        self.machine.before_probing = fail_on_call(on_call, lambda: None)
+        self.expect_insert_or_nothing(tokens, namespace)
 
-        def fail() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                raise Crash
-
-        self.machine.before_probing = fail
-        try:
-            self.expect_insert_or_nothing(tokens, namespace)
-        finally:
-            self.machine.before_probing = lambda: None
-
-    def expect_insert_or_nothing(self, tokens: Sequence, namespace: str) -> None:
+    def expect_insert_or_nothing(self, tokens: Sequence, namespace: str, **changes: Any) -> None:
         """A crash skips the insert whole: nothing is half stored, whatever had to go first."""
         before = set(self.cache.tree)
-        tensors = tensors_for(tokens, namespace, layers=self.layers[namespace], **SHAPE)
+        layers = replace(self.layers_of(tokens, namespace), **changes)
         self.events.clear()
         try:
-            self.cache.insert(namespace, tokens, tensors, "assistant")
+            self.cache.insert(namespace, tokens, layers, SYSTEM)
+            has_crashed = False
         except Crash:
-            self.notice_evictions()
-            assert set(self.cache.tree) <= before
-            assert set(self.cache.tree) == before or not self.is_complete
-            assert not any(isinstance(event, Insert) for event in self.events)
-        else:
-            self.stored.append((namespace, tokens))
-            self.notice_evictions()
-            self.is_complete &= all(
-                event.stored_tokens == len(tokens)
-                for event in self.events
-                if isinstance(event, Insert)
-            )
+            has_crashed = True
+        self.machine.before_probing = lambda: None
+        if not has_crashed:
+            self.expect_stored(tokens, namespace)
+            return
+        self.notice_evictions()
+        assert set(self.cache.tree) <= before
+        assert set(self.cache.tree) == before or not self.is_complete
+        assert not any(isinstance(event, Insert) for event in self.events)
 
     # What is fetched
 
-    @rule(tokens=sequences, namespace=st.sampled_from([*ROWS, CUTTABLE, RIGID]))
+    @rule(tokens=sequences, namespace=namespaces)
     def fetch(self, tokens: Sequence, namespace: str) -> None:
         self.expect_fetch(tokens, namespace)
 
     def expect_fetch(self, tokens: Sequence, namespace: str) -> int:
         self.events.clear()
-        fetched: Fetched | None = self.cache.fetch(namespace, tokens)
+        fetched = fetched_from(self.cache, tokens, namespace)
         self.notice_evictions()
+        hit = fetched.tokens if fetched is not None else 0
         told = [event for event in self.events if isinstance(event, Hit | Miss)]
-        assert [getattr(event, "hit_tokens", 0) for event in told] == [
-            fetched.tokens if fetched else 0
-        ]
-        best = self.longest(namespace, tokens[:-1])
-        if fetched is None:
-            assert best == 0 or not self.is_complete
-            return 0
-        assert 0 < fetched.tokens <= best
-        assert fetched.tokens == best or not self.is_complete
-        self.expect_content(fetched, tokens, namespace)
-        return fetched.tokens
+        assert [getattr(event, "hit_tokens", 0) for event in told] == [hit]
+        self.expect_content(fetched, hit, tokens[:-1], namespace)
+        return hit
 
-    def expect_content(self, fetched: Fetched, tokens: Sequence, namespace: str) -> None:
-        if namespace in ROWS:
-            shape = {"layers": self.layers[namespace], **SHAPE}
-            assert is_what_was_computed(fetched, tokens, namespace, **shape)
-            return
-        assert isinstance(fetched.checkpoint, Point)
-        state = fetched.checkpoint.tokens
-        assert state[: fetched.tokens] == tokens[: fetched.tokens]
-        assert len(state) == fetched.tokens + fetched.surplus_tokens
-        assert namespace == CUTTABLE or not fetched.surplus_tokens
+    @rule(tokens=sequences, namespace=namespaces, most=st.integers(0, 12))
+    def fetch_within_a_bound(self, tokens: Sequence, namespace: str, most: int) -> None:
+        """As ranks do that have to agree on what all of them can restore."""
+        self.events.clear()
+        prefix = self.cache.match(namespace, tokens, most)
+        fetched = self.cache.fetch(tokens, prefix)
+        self.notice_evictions()
+        hit = fetched.tokens if fetched is not None else 0
+        self.expect_content(fetched, hit, tokens[:-1][:most], namespace)
+
+    def expect_content(
+        self, fetched: Fetched | None, hit: int, wanted: Sequence, namespace: str
+    ) -> None:
+        best = self.longest(namespace, wanted)
+        assert hit <= best
+        assert hit == best or not self.is_complete or namespace in THINNED
+        if fetched is not None:
+            assert hit > 0
+            assert is_what_was_computed(fetched, wanted, namespace, **self.shape(namespace))
 
     def longest(self, namespace: str, wanted: Sequence) -> int:
         """The best hit that anything ever stored could give."""
         runs = [
-            (common(tokens, wanted), len(tokens))
-            for name, tokens in self.stored
-            if name == namespace
+            (common(tokens, wanted), tokens) for name, tokens in self.stored if name == namespace
         ]
-        if namespace == RIGID:
-            return max((run for run, length in runs if run == length), default=0)
-        return max((run for run, _ in runs), default=0)
+        return max(
+            (
+                run
+                for run, tokens in runs
+                if run == len(tokens) or not self.needs_checkpoint(tokens, namespace)
+            ),
+            default=0,
+        )
 
-    @rule(tokens=sequences, namespace=st.sampled_from(ROWS), on_call=st.integers(1, 4))
+    @rule(tokens=sequences, namespace=namespaces, on_call=st.integers(1, 6))
     def fetch_with_a_crash_in_the_codec(
         self, tokens: Sequence, namespace: str, on_call: int
     ) -> None:
@@ -223,7 +251,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.events.clear()
         try:
             with crashing("decode", on_call):
-                self.cache.fetch(namespace, tokens)
+                fetched_from(self.cache, tokens, namespace)
         except Crash:
             assert not any(isinstance(event, Hit | Miss) for event in self.events)
         self.notice_evictions()
@@ -240,17 +268,17 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule(
         tokens=sequences,
-        namespace=st.sampled_from([*ROWS, CUTTABLE, RIGID]),
-        spare_bytes=st.integers(-500, 1500),
+        namespace=namespaces,
+        label=labels,
+        spare_bytes=st.integers(-500, 3000),
     )
-    def insert_into_little_room(self, tokens: Sequence, namespace: str, spare_bytes: int) -> None:
+    def insert_into_little_room(
+        self, tokens: Sequence, namespace: str, label: str, spare_bytes: int
+    ) -> None:
         """So little that it fits in only if others go, or not even then."""
         ceiling = self.ceiling
         self.move_the_ceiling(max(0, self.cache.tree.used_bytes + spare_bytes))
-        if namespace in ROWS:
-            self.insert(tokens, namespace)
-        else:
-            self.insert_checkpoint(tokens, 1, namespace)
+        self.insert(tokens, namespace, label)
         self.ceiling = ceiling
 
     @rule()
@@ -261,6 +289,42 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.machine.available_bytes = 10 * GIB
         self.is_complete &= not self.stored
         assert self.cache.tree.used_bytes == 0
+
+    @rule(
+        tokens=sequences,
+        namespace=namespaces,
+        on_call=st.integers(1, 6),
+        available_bytes=st.integers(-3000, 0),
+    )
+    def insert_while_memory_runs_short(
+        self, tokens: Sequence, namespace: str, on_call: int, available_bytes: int
+    ) -> None:
+        """For a moment: twice, since it is asked again after others have given back."""
+        calls = 0
+
+        def run_short() -> None:
+            nonlocal calls
+            calls += 1
+            is_short = calls in (on_call, on_call + 1)
+            self.machine.available_bytes = GIB + available_bytes if is_short else 10 * GIB
+
+        self.machine.before_probing = run_short
+        with patch.object(logger, "warning"):
+            self.events.clear()
+            insert(self.cache, tokens, namespace, SYSTEM, **self.shape(namespace))
+        self.machine.before_probing = lambda: None
+        self.machine.available_bytes = 10 * GIB
+        self.expect_stored(tokens, namespace)
+
+    @rule(namespace=namespaces)
+    def prefer(self, namespace: str) -> None:
+        """Nothing comes or goes, and the order changes between one model and the others alone."""
+        before = list(self.cache.tree)
+        self.cache.prefer(namespace)
+        spaces = self.cache._spaces.of(namespace)
+        preferred = [block for block in before if root_of(block) in spaces]
+        others = [block for block in before if root_of(block) not in spaces]
+        assert list(self.cache.tree) == others + preferred
 
     @rule(n_sequences=st.integers(0, 5))
     def trim_sequences(self, n_sequences: int) -> None:

@@ -12,7 +12,17 @@ import pytest
 from mlx_lm_kvcache_plugin.store.blocks import Block
 from mlx_lm_kvcache_plugin.store.insertion import Insertion
 from mlx_lm_kvcache_plugin.store.tree import BlockTree, Cause
-from tests.store.trees import MODEL, Load, ids, make_tree, matched, order, put, use
+from tests.store.trees import (
+    MODEL,
+    Load,
+    ids,
+    make_tree,
+    matched,
+    order,
+    put,
+    put_checkpoint,
+    use,
+)
 
 # Sharing
 
@@ -111,6 +121,62 @@ def test_a_part_of_a_block_counts_as_use_of_it() -> None:
     put(tree, "xy")
     use(tree, "a")
     assert order(tree) == ["xy", "ab"]
+
+
+def fill_three(tree: BlockTree) -> None:
+    """Three namespaces, the oldest first; the second one is used again in part."""
+    put(tree, "abcdef", "one")
+    put(tree, "abcd", "two")
+    put(tree, "abx", "two")
+    put(tree, "uv", "three")
+    put_checkpoint(tree, "xyz", "three")
+    use(tree, "abx", "two")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], ["ef", "cd", "ab", "cd", "uv", "", "z", "xy", "x", "ab"]),
+        (["one"], ["cd", "uv", "", "z", "xy", "x", "ab", "ef", "cd", "ab"]),
+        (["two"], ["ef", "cd", "ab", "uv", "", "z", "xy", "cd", "x", "ab"]),
+        (["three", "one"], ["cd", "x", "ab", "ef", "cd", "ab", "uv", "", "z", "xy"]),
+        (["three", "two", "one"], ["ef", "cd", "ab", "cd", "uv", "", "z", "xy", "x", "ab"]),
+        (["never stored"], ["ef", "cd", "ab", "cd", "uv", "", "z", "xy", "x", "ab"]),
+    ],
+)
+def test_what_is_renewed_goes_last(names: list[str], expected: list[str]) -> None:
+    """In the order that it had, after all that is not renewed, in the order which that had."""
+    tree = make_tree()
+    fill_three(tree)
+    tree.renew(names)
+    tree.check()
+    assert order(tree) == expected
+
+
+def test_what_is_renewed_is_evicted_last() -> None:
+    """To the last node, though it was the oldest of all; nothing of it is lost by that."""
+    tree = make_tree()
+    fill_three(tree)
+    held, nodes = tree.used_bytes, set(tree)
+    tree.renew(["one"])
+    assert (tree.used_bytes, set(tree)) == (held, nodes)
+    while tree.has("two") or tree.has("three"):
+        assert matched(tree, "abcdef", "one") == 6
+        tree.evict_to(tree.used_bytes - 1, Cause.TRIM)
+        tree.check()
+
+
+def test_renewing_ten_thousand_nodes() -> None:
+    """Deep or broad: nothing recurses."""
+    tree = make_tree(block_tokens=1)
+    put(tree, "ab" * 5000, "deep")
+    for number in range(3000):
+        with Insertion(tree, "broad", ids([number]), "") as insertion:
+            insertion.add(1, Load(1))
+    before = order(tree)
+    tree.renew(["deep"])
+    tree.check()
+    assert order(tree) == before[10_000:] + before[:10_000]
 
 
 @pytest.mark.parametrize("sequences", range(4))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +25,9 @@ def make_tree(block_tokens: int = 2, limit_bytes: int = 10**9) -> BlockTree:
     return BlockTree(block_tokens, limit_bytes)
 
 
-def ids(letters: str) -> Tokens:
-    return np.array([ord(letter) for letter in letters], np.int64)
+def ids(letters: Sequence[str | int]) -> Tokens:
+    """Letters as tokens; what is a number is one already."""
+    return np.array([ord(t) if isinstance(t, str) else t for t in letters], np.int64)
 
 
 def letters_of(block: Block) -> str:
@@ -53,14 +54,24 @@ def put(
 
 
 def put_checkpoint(
-    tree: BlockTree, letters: str, namespace: Hashable = MODEL, nbytes: int = 1000
+    tree: BlockTree,
+    letters: Sequence[str | int],
+    namespace: Hashable = MODEL,
+    nbytes: int = 1000,
+    label: str = "system",
+    row_bytes: int | None = None,
 ) -> Insertion:
-    """Store a checkpoint as the composer does: nodes without payload down to its position."""
-    with Insertion(tree, namespace, ids(letters), "system") as insertion:
+    """Store a checkpoint as the composer does: bearers down to its position, and then itself.
+
+    Args:
+        row_bytes: what a bearer holds; None if the model has no rows.
+    """
+    with Insertion(tree, namespace, ids(letters), label, bears=True) as insertion:
         has_room = True
         while has_room and (missing := len(letters) - insertion.tokens) > 0:
             count = min(missing, tree.block_tokens)
-            has_room = insertion.enter(count) or insertion.add(count, None)
+            payload = None if row_bytes is None else Load(row_bytes)
+            has_room = insertion.enter(count) or insertion.add(count, payload)
         if has_room and not insertion.enter(0):
             insertion.add(0, Load(nbytes))
     tree.check()

@@ -1,0 +1,186 @@
+"""A running server: its prompt cache, its model, and what upstream's classes tell about them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from typing import Any
+
+import mlx.core as mx
+
+from ..plugins import plugins
+from ..prefix_cache import PrefixCache
+from ..settings import MIB, Settings
+from ..store.budget import Budget
+from .announcement import announcement
+from .arguments import StockDefault
+from .checkpoints import PrefillWatch, split, start_of_thinking
+from .models_cache import empty_caches, needs_checkpoints
+from .prompt_cache import PrefixPromptCache
+from .ranks import Ranks
+
+logger = logging.getLogger("mlx_lm_kvcache_plugin")
+
+NO_LIMIT = 1 << 63
+"""Upstream's default of `LRUPromptCache(max_bytes=)`."""
+
+FURTHEST = 1 << 30
+"""More tokens than any prompt has."""
+
+
+class Serving:
+    """What ties a server's settings, its model and its prompt cache together.
+
+    Args:
+        settings: what was asked for; None to read the environment once a prompt cache is made.
+        prompt_cache_bytes: upstream's flag of that name.
+
+    Attributes:
+        kinds: how cache objects are taken apart.
+        ranks: the processes that compute the model together.
+    """
+
+    def __init__(self, settings: Settings | None, prompt_cache_bytes: int | None) -> None:
+        self._settings = settings
+        self._prompt_cache_bytes = prompt_cache_bytes
+        self._face: weakref.ref[PrefixPromptCache] | None = None
+        self._generator: weakref.ref[Any] | None = None
+        self._sets_checkpoints = False
+        self._checkpoint_tokens = 0
+        self.kinds = plugins().layer_kinds()
+
+    def open(self, face: PrefixPromptCache) -> None:
+        """From now on this is the prompt cache."""
+        self._face = weakref.ref(face)  # it has to go with the thread that generates
+
+    def make_cache(self, max_size: int, max_bytes: int) -> PrefixCache | None:
+        """What a prompt cache is to keep everything in, as the settings want it."""
+        settings = self._settings or Settings.resolve(None, os.environ)
+        self._checkpoint_tokens = settings.checkpoint_tokens
+        if settings.disabled:
+            return None
+        budget = Budget(
+            limit_bytes=None if settings.memory_mb is None else settings.memory_mb * MIB,
+            percent=settings.memory_percent,
+            ceiling=lambda: min(max_bytes, self._unclaimed_bytes()),
+            ceiling_origin="--prompt-cache-bytes, less what is being decoded with",
+            relieve=mx.clear_cache,
+        )
+        return PrefixCache(
+            settings,
+            plugins().codecs(),
+            budget,
+            emit=_emit,
+            max_sequences=None if isinstance(max_size, StockDefault) else max_size,
+        )
+
+    def _unclaimed_bytes(self) -> int:
+        """What `--prompt-cache-bytes` leaves beside the caches that are being decoded with."""
+        if self._prompt_cache_bytes is None:
+            return NO_LIMIT
+        generator = self._generator() if self._generator else None
+        return self._prompt_cache_bytes - (generator.prompt_cache_nbytes if generator else 0)
+
+    def generates_with(self, generator: Any) -> None:
+        """From now on this is the batch generator."""
+        self._generator = weakref.ref(generator)
+
+    def model_loaded(self, provider: Any) -> None:
+        """Settle what the cache does for this model, the same on all ranks, and say it."""
+        face = self._face() if self._face else None
+        if face is None:
+            return
+        needs = False
+        try:
+            if face.cache is not None:
+                face.cache.prefer(provider.model_key)
+                needs = needs_checkpoints(empty_caches(provider.model), self.kinds)
+        except Exception as error:
+            logger.warning("prefix cache: the model's layers cannot be told: %r", error)
+        if face.ranks.size > 1:
+            logger.info(
+                "prefix cache: %d ranks agree on what is reused; one that was not given this "
+                "plugin and its flags keeps the others waiting from here on",
+                face.ranks.size,
+            )
+        self._sets_checkpoints = face.ranks.any(needs)
+        every = self._checkpoint_tokens or FURTHEST
+        self._checkpoint_tokens = face.ranks.agree(lambda most: min(every, most), FURTHEST)
+        self._announce(face.cache, provider)
+
+    def _announce(self, cache: PrefixCache | None, provider: Any) -> None:
+        if cache is None:
+            logger.info("prefix cache: disabled, every request is prefilled from its first token")
+            return
+        try:
+            draft_model = getattr(provider, "draft_model", None)
+            logger.info(announcement(cache, self.kinds, provider.model, draft_model))
+        except Exception as error:
+            logger.warning("prefix cache: nothing can be told about it yet: %r", error)
+
+    def cut(self, tokenizer: Any, tokenized: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Cut the segments of a prompt further, where a checkpoint is wanted.
+
+        Args:
+            tokenized: what upstream's `_tokenize` returns: prompt, segments, their kinds, and more.
+        """
+        if not self._sets_checkpoints:
+            return tokenized
+        prompt, segments, labels, *others = tokenized
+        thinking = start_of_thinking(tokenizer, prompt)
+        return (prompt, *split(segments, labels, self._checkpoint_tokens, thinking), *others)
+
+    def watched(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of upstream's `stream_generate`, such that its prefill sets checkpoints."""
+        face = self._face() if self._face else None
+        report, caches = options.get("prompt_progress_callback"), options.get("prompt_cache")
+        if not self._sets_checkpoints or face is None or report is None or caches is None:
+            return options
+        model, tokens, reused = face.fetched
+
+        def store(position: int, label: str) -> None:
+            face.insert_cache(model, tokens[:position], caches, cache_type=label)
+
+        thinking = start_of_thinking(options.get("tokenizer"), tokens)
+        watch = PrefillWatch(report, store, reused, self._checkpoint_tokens, thinking)
+        return {**options, "prompt_progress_callback": watch}
+
+
+def bound(serving: Serving, stock: dict[str, Any]) -> dict[str, Any]:
+    """What the names of upstream's module are bound to while the plugin is on."""
+    stock_provider: Any = stock["ModelProvider"]
+    stock_responses: Any = stock["ResponseGenerator"]
+    stock_batches: Any = stock["BatchGenerator"]
+
+    class LRUPromptCache(PrefixPromptCache):
+        def __init__(self, max_size: int = StockDefault(10), max_bytes: int = NO_LIMIT) -> None:
+            super().__init__(serving.make_cache(max_size, max_bytes), serving.kinds, Ranks())
+            serving.open(self)
+
+    class ModelProvider(stock_provider):  # type: ignore[misc]
+        def load(self, *args: Any, **kwargs: Any) -> Any:
+            before = self.model_key
+            loaded = super().load(*args, **kwargs)
+            if self.model_key != before:
+                serving.model_loaded(self)
+            return loaded
+
+    class ResponseGenerator(stock_responses):  # type: ignore[misc]
+        def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+            return serving.cut(tokenizer, super()._tokenize(tokenizer, request, args))
+
+    class BatchGenerator(stock_batches):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            serving.generates_with(self)
+
+    def stream_generate(*args: Any, **kwargs: Any) -> Any:
+        return stock["stream_generate"](*args, **serving.watched(kwargs))
+
+    ours = (LRUPromptCache, ModelProvider, ResponseGenerator, BatchGenerator, stream_generate)
+    return {ours_for.__name__: ours_for for ours_for in ours}
+
+
+def _emit(event: Any) -> None:
+    plugins().call("kvcache_event", event=event)

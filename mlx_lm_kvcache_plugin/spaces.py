@@ -1,0 +1,70 @@
+"""What is stored of each namespace, by what its model's layers look like."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from .codecs.sequence import SequencePacker, SequencePackers
+from .codecs.windows import WindowPacker
+from .layers import Layout
+from .store.tree import BlockTree, Cause
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Space:
+    """The sequences of one namespace that have one layout; the tree keeps them below one root.
+
+    Attributes:
+        rows: encodes what lives in blocks.
+        windows: encodes what lives at checkpoints.
+    """
+
+    layout: Layout
+    rows: SequencePacker
+    windows: WindowPacker
+
+
+class Spaces:
+    """The spaces of all namespaces.
+
+    Args:
+        tree: where their sequences are kept.
+        packers: makes the packers of a layout.
+    """
+
+    def __init__(self, tree: BlockTree, packers: SequencePackers) -> None:
+        self._tree = tree
+        self._packers = packers
+        self._spaces: dict[Hashable, list[Space]] = {}
+
+    def of(self, namespace: Hashable) -> list[Space]:
+        """The spaces of a namespace."""
+        return self._spaces.get(namespace, [])
+
+    def open(self, namespace: Hashable, layout: Layout) -> Space:
+        """The space for a layout.
+
+        What is stored of a model that looks different now can never be used again: it goes.
+        """
+        known = self._spaces.get(namespace, [])
+        found = next((space for space in known if space.layout == layout), None)
+        if found is not None:
+            return found
+        if any(not space.layout.is_of_same_model(layout) for space in known):
+            for space in known:
+                self._tree.drop(space, Cause.REPLACED)
+        self._forget_the_empty()
+        found = Space(
+            layout,
+            self._packers.for_specs(layout.rows),
+            self._packers.for_windows(layout.windows),
+        )
+        self._spaces.setdefault(namespace, []).append(found)
+        return found
+
+    def _forget_the_empty(self) -> None:
+        for namespace, spaces in list(self._spaces.items()):
+            self._spaces[namespace] = [space for space in spaces if self._tree.has(space)]
+            if not self._spaces[namespace]:
+                del self._spaces[namespace]
