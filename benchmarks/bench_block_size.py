@@ -8,15 +8,12 @@ At 4 bits: bits an element, the error on real text, what eight chats share, and 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-import mlx.core as mx
-
-from mlx_lm_kvcache_plugin.patches.models_cache import PlainTensor, tensors_of
+from mlx_lm_kvcache_plugin.patches.layer_kinds import PlainTensor
 
 from .report import median_seconds, save
 from .samples import TOPICS, ModelShape, read, topic_ids
-from .stores import MODEL, held_by_chats, make_store, relative_error, sequence
+from .stores import MODEL, held_by_chats, make_store, relative_error, sequence, sixteen_bit
 
 SHAPE = ModelShape(layers=8, heads=4, head_dim=64)
 SIZES = (64, 128, 256)
@@ -44,8 +41,7 @@ def measure(block_tokens: int, real: list[PlainTensor]) -> dict[str, float]:
 
 def main() -> int:
     """Measure, print and save."""
-    tensors: Any = tensors_of(read(topic_ids(TOPICS[0], 1024)))
-    real = [PlainTensor(tensor.array.astype(mx.float16)) for tensor in tensors]
+    real = sixteen_bit(read(topic_ids(TOPICS[0], 1024)), 1024)
     rows = [measure(block_tokens, real) for block_tokens in SIZES]
     print("  ".join(f"{name:>12}" for name in rows[0]))
     for row in rows:

@@ -19,8 +19,6 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from mlx_lm_kvcache_plugin.patches.models_cache import caches_from, tensors_of
-
 from .report import save
 from .samples import TOPICS, read, smollm2, topic_ids
 from .stores import MODEL, make_store
@@ -48,12 +46,11 @@ class Score:
 
 def stored_and_fetched(caches: list[Any], ids: Sequence[int], codec: str, bits: int) -> list[Any]:
     """A cache as a hit hands it out."""
-    _, cache = make_store(kv_cache_codec=codec, kv_cache_bits=bits)
-    tensors: Any = tensors_of(caches)
-    cache.insert(MODEL, ids, tensors, "assistant")
-    fetched = cache.fetch(MODEL, [*ids, 0])
-    assert fetched is not None and fetched.tokens == len(ids)
-    return caches_from(fetched)
+    store, _ = make_store(kv_cache_codec=codec, kv_cache_bits=bits)
+    store.insert_cache(MODEL, list(ids), caches)
+    fetched, rest = store.fetch_nearest_cache(MODEL, [*ids, 0])
+    assert fetched is not None and rest == [0]
+    return fetched
 
 
 def logprobs_after(caches: list[Any], ids: Sequence[int]) -> mx.array:

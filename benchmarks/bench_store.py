@@ -21,19 +21,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx_lm.models.cache as upstream
-import numpy as np
 from tqdm import tqdm
 
 import mlx_lm_kvcache_plugin
 from mlx_lm_kvcache_plugin.codecs.packing import Payload
-from mlx_lm_kvcache_plugin.patches.models_cache import PlainTensor, tensors_of
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 
 from .report import Row, median_seconds, print_table, save
 from .samples import TOPICS, ModelShape, extend, read, topic_ids
-from .stores import MODEL, held_by_chats, make_store, relative_error, sequence
+from .stores import MODEL, held_by_chats, make_store, relative_error, sequence, sixteen_bit
 
 SMALL = ModelShape(layers=8, heads=4, head_dim=64)
 LARGE = ModelShape(layers=8, heads=4, head_dim=128)
@@ -105,7 +102,7 @@ def _lookup_seconds(ids: list[int], diverging: list[int]) -> tuple[float, float]
     store.insert_cache(MODEL, ids, TINY.prompt_cache(len(ids)))
     return (
         median_seconds(21, store.fetch_nearest_cache, MODEL, diverging),
-        median_seconds(21, lambda: cache.tree.match(MODEL, np.array(ids))),
+        median_seconds(21, cache.match, MODEL, ids),
     )
 
 
@@ -145,13 +142,10 @@ def partial_fetch(quick: bool) -> Iterator[Row]:
 def fidelity(quick: bool) -> Iterator[Row]:
     """The error of SmolLM2's keys and values for real text, affine beside rotated."""
     tokens = 256 if quick else 1024
-    tensors: Any = tensors_of(read(topic_ids(TOPICS[0], tokens)))
-    sixteen_bit = [PlainTensor(tensor.array.astype(mx.float16)) for tensor in tensors]
+    tensors = sixteen_bit(read(topic_ids(TOPICS[0], tokens)), tokens)
     for name, side, limit in (("keys", 0, 0.055), ("values", 1, 0.085)):
         stores = (make_store(kv_cache_bits=4, kv_cache_codec=codec) for codec in CODECS)
-        rotated, affine = (
-            relative_error(cache, sixteen_bit[side::2], tokens) for _, cache in stores
-        )
+        rotated, affine = (relative_error(cache, tensors[side::2], tokens) for _, cache in stores)
         what = f"SmolLM2, {tokens:,} tokens, 4 bits rotated, relative error of {name}"
         yield Row(what, rotated, limit, f"affine {affine:.3f}")
 
@@ -177,7 +171,9 @@ def immutable_blocks(quick: bool) -> Iterator[Row]:
 def leading_bytes(cache: PrefixCache, blocks: int) -> bytes:
     """The payloads of the first blocks of the one sequence that is stored."""
     found = b""
-    for block in cache.tree.match(MODEL, np.array(sequence(500))).blocks[:blocks]:
+    prefix = cache.match(MODEL, sequence(500))
+    assert prefix is not None
+    for block in prefix.blocks[:blocks]:
         assert isinstance(block.payload, Payload)
         found += b"".join(part.tobytes() for parts in block.payload.groups for part in parts)
     return found

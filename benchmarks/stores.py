@@ -9,8 +9,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_lm_kvcache_plugin.patches.models_cache import PlainTensor
+from mlx_lm_kvcache_plugin.layers import LayerKinds
+from mlx_lm_kvcache_plugin.patches.layer_kinds import BuiltInLayerKinds, PlainTensor
+from mlx_lm_kvcache_plugin.patches.models_cache import LayerCaches, take_apart
 from mlx_lm_kvcache_plugin.patches.prompt_cache import PrefixPromptCache
+from mlx_lm_kvcache_plugin.patches.ranks import Ranks
 from mlx_lm_kvcache_plugin.plugins import plugins
 from mlx_lm_kvcache_plugin.prefix_cache import BLOCK_TOKENS, PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings
@@ -29,7 +32,22 @@ def make_store(
     settings = Settings.resolve(options)
     budget = Budget(limit_bytes=1 << 40)
     cache = PrefixCache(settings, plugins().codecs(), budget, block_tokens=block_tokens)
-    return PrefixPromptCache(cache), cache
+    return PrefixPromptCache(cache, upstream_kinds(), Ranks()), cache
+
+
+def upstream_kinds() -> LayerKinds:
+    """The kinds of upstream's own cache objects."""
+    kinds = LayerKinds()
+    BuiltInLayerKinds.kvcache_register_layer_kinds(kinds.register)
+    return kinds
+
+
+def sixteen_bit(caches: LayerCaches, tokens: int) -> list[PlainTensor]:
+    """Keys and values of each layer in turn, in float16."""
+    layers = take_apart(caches, tokens, upstream_kinds())
+    assert layers is not None
+    rows: Any = layers.rows
+    return [PlainTensor(row.array.astype(mx.float16), row.length) for row in rows]
 
 
 def sequence(tokens: int, seed: int = 0) -> list[int]:

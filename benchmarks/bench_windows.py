@@ -1,0 +1,147 @@
+"""Windows at 8 and at 4 bits: what docs/decisions/0002-windows-and-states.md rests on.
+
+    python -m benchmarks.bench_windows
+
+Gemma 3 270M, 15 of whose 18 layers hold a window of 512 tokens, reads a text. Its windows, and
+nothing else, go through a codec as they would at a checkpoint, and the next tokens are scored:
+after one checkpoint, and at the end of ten turns each of which resumed at the checkpoint before.
+"""
+
+from __future__ import annotations
+
+import functools
+import pydoc_data.topics
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import load
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from tqdm import tqdm
+
+from demo.gemma3 import ensure_model
+from demo.model_folder import default_cache_dir
+from mlx_lm_kvcache_plugin.codecs.affine import AffineCodec
+from mlx_lm_kvcache_plugin.codecs.base import Codec, CodecOptions
+from mlx_lm_kvcache_plugin.codecs.rotated import RotatedCodec
+from mlx_lm_kvcache_plugin.codecs.windows import WindowPacker
+from mlx_lm_kvcache_plugin.layers import Layer
+from mlx_lm_kvcache_plugin.patches.layer_kinds import Rotating
+
+from .report import save
+from .samples import TOPICS
+
+CODECS: tuple[Codec, ...] = (
+    AffineCodec(CodecOptions(8, 64)),
+    AffineCodec(CodecOptions(4, 64)),
+    RotatedCodec(CodecOptions(4, 64)),
+)
+NAMES = ("affine 8", "affine 4", "rotated 4")
+PREFIX_TOKENS, SCORED_TOKENS, TURNS, TURN_TOKENS = 1024, 128, 10, 64
+
+
+@functools.cache
+def gemma3() -> tuple[Any, Any]:
+    """The real Gemma 3 270M in float32, and its tokenizer."""
+    loaded: Any = load(str(ensure_model(default_cache_dir())))
+    return loaded[0], loaded[1]
+
+
+def read(caches: list[Any], ids: Sequence[int]) -> list[Any]:
+    """Let the model read these tokens."""
+    model, _ = gemma3()
+    for start in range(0, len(ids), 256):
+        model(mx.array([ids[start : start + 256]]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def logprobs_after(caches: list[Any], ids: Sequence[int]) -> mx.array:
+    """The log-probabilities that the model gives after each of `ids`: [tokens, vocabulary]."""
+    model, _ = gemma3()
+    logits = model(mx.array([list(ids)]), cache=caches)[0].astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    mx.eval(logprobs)
+    return logprobs
+
+
+def resumed(caches: Sequence[Any], codec: Codec | None) -> list[Any]:
+    """The same caches as a checkpoint would give them back; without a codec, untouched copies."""
+    kind, packed = Rotating(), []
+    for cache in caches:
+        layer = kind.take(cache) if type(cache) is RotatingKVCache else None
+        assert layer is None or layer.window, "the window is not full yet"
+        packed.append(layer)
+    windows = [tensor for layer in packed if layer for tensor in layer.window]
+    packer = WindowPacker([tensor.spec for tensor in windows], codec) if codec else None
+    decoded = iter(
+        packer.decode(packer.encode(windows))
+        if packer
+        else [tensor.rows(0, tensor.length) for tensor in windows]
+    )
+    return [
+        copy_of(cache)
+        if layer is None
+        else kind.restore(Layer(layer.fixed, window=(next(decoded), next(decoded))), cache.offset)
+        for cache, layer in zip(caches, packed, strict=True)
+    ]
+
+
+def copy_of(cache: Any) -> Any:
+    """A plain cache with its own arrays."""
+    copied = type(cache)()
+    copied.keys, copied.values, copied.offset = cache.keys + 0, cache.values + 0, cache.offset
+    return copied
+
+
+def divergence(wanted: mx.array, found: mx.array) -> float:
+    """Mean KL divergence of the next token, in nats."""
+    return float((mx.exp(wanted) * (wanted - found)).sum(axis=-1).mean().item())
+
+
+def score(topic: str) -> list[tuple[float, float]]:
+    """For each codec: the divergence after one checkpoint, and after ten in turn."""
+    _, tokenizer = gemma3()
+    needed = PREFIX_TOKENS + TURNS * TURN_TOKENS + SCORED_TOKENS
+    ids: list[int] = tokenizer.encode(pydoc_data.topics.topics[topic])[:needed]
+    assert len(ids) == needed, f"the chapter {topic!r} is too short"
+    prefix = read(make_prompt_cache(gemma3()[0]), ids[:PREFIX_TOKENS])
+    turns = [ids[at : at + TURN_TOKENS] for at in range(PREFIX_TOKENS, needed - SCORED_TOKENS, 64)]
+    after_prefix = ids[PREFIX_TOKENS : PREFIX_TOKENS + SCORED_TOKENS]
+    once = logprobs_after(resumed(prefix, None), after_prefix)
+    chained = logprobs_after(in_turns(prefix, turns, None), ids[-SCORED_TOKENS:])
+    return [
+        (
+            divergence(once, logprobs_after(resumed(prefix, codec), after_prefix)),
+            divergence(
+                chained, logprobs_after(in_turns(prefix, turns, codec), ids[-SCORED_TOKENS:])
+            ),
+        )
+        for codec in CODECS
+    ]
+
+
+def in_turns(prefix: list[Any], turns: Sequence[Sequence[int]], codec: Codec | None) -> list[Any]:
+    """Go on turn by turn, each from the checkpoint of the one before."""
+    caches = resumed(prefix, codec)
+    for turn in turns:
+        caches = resumed(read(caches, turn), codec)
+    return caches
+
+
+def main() -> None:
+    """Measure, print and save."""
+    scores = [score(topic) for topic in tqdm(TOPICS, unit="document")]
+    rows = []
+    print(f"Gemma 3 270M, {SCORED_TOKENS} tokens scored, mean KL of {len(scores)} documents")
+    print(f"windows    one checkpoint  {TURNS} turns")
+    for place, name in enumerate(NAMES):
+        once, chained = (statistics.fmean(each[place][i] for each in scores) for i in (0, 1))
+        print(f"{name:10} {once:14.5f} {chained:9.5f}")
+        rows.append({"windows": name, "kl": once, "kl_after_turns": chained})
+    save("bench_windows", rows)
+
+
+if __name__ == "__main__":
+    main()
