@@ -20,7 +20,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from .report import save
-from .samples import TOPICS, read, smollm2, topic_ids
+from .samples import TOPICS, divergence, logprobs_after, read, smollm2, topic_ids
 from .stores import MODEL, make_store
 
 SETTINGS = (("rotated", 8), ("affine", 8), ("rotated", 4), ("affine", 4))
@@ -53,20 +53,11 @@ def stored_and_fetched(caches: list[Any], ids: Sequence[int], codec: str, bits: 
     return fetched
 
 
-def logprobs_after(caches: list[Any], ids: Sequence[int]) -> mx.array:
-    """The log-probabilities that the model gives after each of `ids`: [tokens, vocabulary]."""
-    model, _ = smollm2()
-    logits = model(mx.array([list(ids)]), cache=caches)[0].astype(mx.float32)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    mx.eval(logprobs)
-    return logprobs
-
-
 def greedy(caches: list[Any], token: int) -> list[int]:
     """The likeliest tokens after `token`."""
     tokens = []
     for _ in range(GREEDY_TOKENS):
-        token = int(mx.argmax(logprobs_after(caches, [token])[-1]).item())
+        token = int(mx.argmax(logprobs_after(smollm2()[0], caches, [token])[-1]).item())
         tokens.append(token)
     return tokens
 
@@ -83,17 +74,17 @@ def score(topic: str) -> dict[tuple[str, int], Score]:
     ids = topic_ids(topic, PREFIX_TOKENS + SCORED_TOKENS)
     prefix, rest = ids[:PREFIX_TOKENS], ids[PREFIX_TOKENS:]
     original = read(prefix)
-    wanted = logprobs_after(original, rest)
+    wanted = logprobs_after(smollm2()[0], original, rest)
     wanted_greedy = greedy(back_to(original, PREFIX_TOKENS), rest[0])
     back_to(original, PREFIX_TOKENS)
     scores = {}
     for codec, bits in SETTINGS:
         fetched = stored_and_fetched(original, prefix, codec, bits)
-        found = logprobs_after(fetched, rest)
-        kl = (mx.exp(wanted) * (wanted - found)).sum(axis=-1).mean().item()
+        found = logprobs_after(smollm2()[0], fetched, rest)
+        kl = divergence(wanted, found)
         top1 = (mx.argmax(wanted, axis=-1) == mx.argmax(found, axis=-1)).mean().item()
         same = greedy(back_to(fetched, PREFIX_TOKENS), rest[0]) == wanted_greedy
-        scores[codec, bits] = Score(float(kl), float(top1), same)
+        scores[codec, bits] = Score(kl, float(top1), same)
     return scores
 
 

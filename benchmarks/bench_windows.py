@@ -30,7 +30,7 @@ from mlx_lm_kvcache_plugin.layers import Layer
 from mlx_lm_kvcache_plugin.patches.layer_kinds import Rotating
 
 from .report import save
-from .samples import TOPICS
+from .samples import TOPICS, divergence, logprobs_after
 
 CODECS: tuple[Codec, ...] = (
     AffineCodec(CodecOptions(8, 64)),
@@ -55,15 +55,6 @@ def read(caches: list[Any], ids: Sequence[int]) -> list[Any]:
         model(mx.array([ids[start : start + 256]]), cache=caches)
         mx.eval([cache.state for cache in caches])
     return caches
-
-
-def logprobs_after(caches: list[Any], ids: Sequence[int]) -> mx.array:
-    """The log-probabilities that the model gives after each of `ids`: [tokens, vocabulary]."""
-    model, _ = gemma3()
-    logits = model(mx.array([list(ids)]), cache=caches)[0].astype(mx.float32)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    mx.eval(logprobs)
-    return logprobs
 
 
 def resumed(caches: Sequence[Any], codec: Codec | None) -> list[Any]:
@@ -95,27 +86,22 @@ def copy_of(cache: Any) -> Any:
     return copied
 
 
-def divergence(wanted: mx.array, found: mx.array) -> float:
-    """Mean KL divergence of the next token, in nats."""
-    return float((mx.exp(wanted) * (wanted - found)).sum(axis=-1).mean().item())
-
-
 def score(topic: str) -> list[tuple[float, float]]:
     """For each codec: the divergence after one checkpoint, and after ten in turn."""
-    _, tokenizer = gemma3()
+    model, tokenizer = gemma3()
     needed = PREFIX_TOKENS + TURNS * TURN_TOKENS + SCORED_TOKENS
     ids: list[int] = tokenizer.encode(pydoc_data.topics.topics[topic])[:needed]
     assert len(ids) == needed, f"the chapter {topic!r} is too short"
-    prefix = read(make_prompt_cache(gemma3()[0]), ids[:PREFIX_TOKENS])
+    prefix = read(make_prompt_cache(model), ids[:PREFIX_TOKENS])
     turns = [ids[at : at + TURN_TOKENS] for at in range(PREFIX_TOKENS, needed - SCORED_TOKENS, 64)]
     after_prefix = ids[PREFIX_TOKENS : PREFIX_TOKENS + SCORED_TOKENS]
-    once = logprobs_after(resumed(prefix, None), after_prefix)
-    chained = logprobs_after(in_turns(prefix, turns, None), ids[-SCORED_TOKENS:])
+    once = logprobs_after(model, resumed(prefix, None), after_prefix)
+    chained = logprobs_after(model, in_turns(prefix, turns, None), ids[-SCORED_TOKENS:])
     return [
         (
-            divergence(once, logprobs_after(resumed(prefix, codec), after_prefix)),
+            divergence(once, logprobs_after(model, resumed(prefix, codec), after_prefix)),
             divergence(
-                chained, logprobs_after(in_turns(prefix, turns, codec), ids[-SCORED_TOKENS:])
+                chained, logprobs_after(model, in_turns(prefix, turns, codec), ids[-SCORED_TOKENS:])
             ),
         )
         for codec in CODECS

@@ -72,6 +72,19 @@ def topic_ids(topic: str, tokens: int) -> list[int]:
     return ids
 
 
+def logprobs_after(model: Any, caches: list[Any], ids: Sequence[int]) -> mx.array:
+    """The log-probabilities that a model gives after each of `ids`: [tokens, vocabulary]."""
+    logits = model(mx.array([list(ids)]), cache=caches)[0].astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    mx.eval(logprobs)
+    return logprobs
+
+
+def divergence(wanted: mx.array, found: mx.array) -> float:
+    """Mean KL divergence of the next token, in nats, of [tokens, vocabulary] log-probabilities."""
+    return float((mx.exp(wanted) * (wanted - found)).sum(axis=-1).mean().item())
+
+
 def read(ids: Sequence[int]) -> list[Any]:
     """What SmolLM2 computes for these tokens."""
     model, _ = smollm2()

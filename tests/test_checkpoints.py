@@ -37,6 +37,7 @@ from tests.store.caches import (
     is_what_was_computed,
     layers_for,
     make_cache,
+    state_of,
 )
 from tests.tensors import Rows
 
@@ -64,12 +65,6 @@ def inserts(events: list[Event]) -> list[tuple[int, int, int]]:
 def checkpoints(cache: PrefixCache) -> list[int]:
     """The positions of all, the oldest first."""
     return [block.depth_tokens() for block in cache.tree if isinstance(block.payload, Checkpoint)]
-
-
-def state_of(cache: PrefixCache) -> tuple[Any, ...]:
-    """All that a failed operation must leave as it was."""
-    tree = cache.tree
-    return set(tree), tree.used_bytes, tree.tokens, +tree.sequences, +tree.bytes_by_label
 
 
 # What a hit is
@@ -576,17 +571,11 @@ def test_memory_that_runs_short_for_a_moment(call: int, shared: int, shape: dict
     machine = Machine()
     cache = make_cache(budget=Budget(limit_bytes=GIB, probe=machine.probe))
     insert(cache, range(13), **shape)
-    calls = 0
-
-    def run_short() -> None:
-        nonlocal calls
-        calls += 1  # twice: it is asked again after others have given back what they can
-        machine.available_bytes = 0 if calls in (call, call + 1) else 10 * GIB
-
-    machine.before_probing = run_short
+    # Twice: it is asked again after others have given back what they can.
+    machine.run_short(lambda probe: probe in (call, call + 1))
     tokens = [*range(shared), *range(100, 120 + 64)]
     insert(cache, tokens, **shape)
-    machine.before_probing = lambda: None
+    machine.run_short(lambda probe: False)
     insert(cache, tokens, **shape)
     fetched = fetched_from(cache, [*tokens, 0])
     assert fetched is not None and fetched.tokens == len(tokens)
@@ -601,17 +590,11 @@ def test_memory_that_runs_short_and_stays_so(call: int) -> None:
     budget = Budget(limit_bytes=GIB, probe=machine.probe)
     cache = make_cache(budget=budget, emit=events.append)
     insert(cache, range(13), **MIXED)
-    calls = 0
-
-    def run_short() -> None:
-        nonlocal calls
-        calls += 1
-        machine.available_bytes = 0 if calls >= call else 10 * GIB
-
-    machine.before_probing = run_short
+    machine.run_short(lambda probe: probe >= call)
     insert(cache, [*range(8), *range(100, 250)], **MIXED)
-    assert (calls >= call) == (cache.tree.used_bytes == 0)
-    if calls >= call:
+    ran_short = machine.probes >= call
+    assert ran_short == (cache.tree.used_bytes == 0)
+    if ran_short:
         assert inserts(events)[1:] in ([], [(158, 0, 0)])
 
 

@@ -33,6 +33,7 @@ from tests.store.caches import (
     make_cache,
     row_layers,
     space_of,
+    state_of,
     tensors_for,
 )
 from tests.tensors import Rows
@@ -56,12 +57,6 @@ def insert_rows(cache: PrefixCache, tokens: Sequence[int], tensors: Sequence[Row
     """Store these rows for the tokens."""
     cache.insert(MODEL, tokens, row_layers(tensors, len(tokens)), "assistant")
     cache.tree.check()
-
-
-def state_of(cache: PrefixCache) -> tuple[Any, ...]:
-    """All that a failed operation must leave as it was."""
-    tree = cache.tree
-    return set(tree), tree.used_bytes, tree.tokens, +tree.sequences, +tree.bytes_by_label
 
 
 def relative_error(one: mx.array, wanted: mx.array) -> float:
@@ -655,16 +650,9 @@ def test_memory_that_runs_short_during_an_insert(call: int) -> None:
     budget = Budget(limit_bytes=GIB, probe=machine.probe)
     cache = make_cache(budget=budget)
     insert(cache, range(8), **TINY)
-    calls = 0
-
-    def run_short() -> None:
-        nonlocal calls
-        calls += 1
-        machine.available_bytes = 0 if calls >= call else 10 * GIB
-
-    machine.before_probing = run_short
+    machine.run_short(lambda probe: probe >= call)
     insert(cache, range(8 + 4 * 40), **TINY)
-    assert calls >= call
+    assert machine.probes >= call
     assert cache.tree.used_bytes <= cache.tree.limit_bytes == 0
 
 
@@ -678,17 +666,10 @@ def test_what_went_at_once_is_not_told_as_stored(
 
     Memory is enough for the first few probes, and short from then on.
     """
-    events, machine, calls = Events(), Machine(), 0
+    events, machine = Events(), Machine()
     budget = Budget(limit_bytes=GIB, probe=machine.probe)
     cache = make_cache(budget=budget, emit=events.append, max_sequences=max_sequences)
-
-    def run_short() -> None:
-        nonlocal calls
-        calls += 1
-        if calls > enough_for:
-            machine.available_bytes = 0
-
-    machine.before_probing = run_short
+    machine.run_short(lambda probe: probe > enough_for)
     insert(cache, range(4 * 20), **TINY)
     assert len(cache.tree) == 0
     (told,) = events.of(Insert)

@@ -40,14 +40,26 @@ class State:
 
 @dataclass
 class Machine:
-    """Memory that a test takes away and gives back, and a probe that may fail."""
+    """Memory that a test takes away and gives back, and a probe that may fail.
+
+    Attributes:
+        is_short_at: whether there is none left at its next probe but so many.
+        probes: how many there were since that was set.
+    """
 
     available_bytes: int = 10 * GIB
     before_probing: Callable[[], None] = field(default=lambda: None)
+    is_short_at: Callable[[int], bool] = field(default=lambda probe: False)
+    probes: int = 0
+
+    def run_short(self, at: Callable[[int], bool]) -> None:
+        """From now on have no memory at those probes, the first of which is 1."""
+        self.is_short_at, self.probes = at, 0
 
     def probe(self) -> Memory:
         self.before_probing()
-        return Memory(16 * GIB, self.available_bytes)
+        self.probes += 1
+        return Memory(16 * GIB, 0 if self.is_short_at(self.probes) else self.available_bytes)
 
 
 def make_cache(
@@ -203,6 +215,12 @@ def space_of(cache: PrefixCache, namespace: Hashable = MODEL) -> Space:
     """Where a namespace of one layout is stored."""
     (space,) = cache._spaces.of(namespace)
     return space
+
+
+def state_of(cache: PrefixCache) -> tuple[Any, ...]:
+    """All that a failed operation must leave as it was."""
+    tree = cache.tree
+    return set(tree), tree.used_bytes, tree.tokens, +tree.sequences, +tree.bytes_by_label
 
 
 class Crash(Exception):
