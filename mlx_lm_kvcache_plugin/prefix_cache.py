@@ -54,7 +54,7 @@ class Prefix:
 class PrefixCache:
     """Past prefixes, encoded, shared block by block, within a budget. Owned by one thread.
 
-    A method that raises has stored nothing.
+    An insert that raises while it writes has stored nothing.
 
     Args:
         settings: codec, bits and group size.
@@ -193,7 +193,8 @@ class PrefixCache:
             space = self._spaces.open(namespace, layers.layout)
             if layers.layout.needs_checkpoint and not self._wants_checkpoint(space, ids, layers):
                 return
-            insertion = Writer(self.tree, self.budget, space, layers).write(ids, label)
+            others = [other for other in self._spaces.of(namespace) if other is not space]
+            insertion = Writer(self.tree, self.budget, space, others, layers).write(ids, label)
             if self._is_checkpoint(insertion.tip):
                 thin(self.tree, ids, insertion.tip)
             self._settle()

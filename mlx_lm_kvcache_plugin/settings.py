@@ -195,7 +195,7 @@ class Settings:
         key_bits, value_bits: bits per element, None for full precision.
         group_size: elements that share a scale and a bias.
         codec: name of the codec for whole blocks.
-        checkpoint_tokens: the most tokens of a prompt between two checkpoints, 0 for any number.
+        checkpoint_tokens: a long prompt gets a checkpoint every so many tokens; 0 for none.
         memory_mb: hard limit in MB of 2^20 bytes, or None.
         memory_percent: share of the available memory as a fraction, or None; one of both is set.
         disabled: keep nothing.

@@ -38,14 +38,25 @@ class Writer:
         tree: where to.
         budget: asked again after each run of blocks.
         space: how everything is encoded.
+        others: the other spaces of its namespace: what was fetched may have come from there.
         layers: of the sequence.
     """
 
-    def __init__(self, tree: BlockTree, budget: Budget, space: Space, layers: Layers) -> None:
+    def __init__(
+        self,
+        tree: BlockTree,
+        budget: Budget,
+        space: Space,
+        others: Sequence[Space],
+        layers: Layers,
+    ) -> None:
         self._tree = tree
         self._budget = budget
         self._space = space
+        self._others = others
         self._layers = layers
+        self._elsewhere: list[tuple[Block, ...]] = []
+        self._windows: WindowPayload | None = None
 
     def write(self, ids: Tokens, label: str) -> Insertion:
         """Store as much of the sequence as has room; what needs a checkpoint, whole or not at all.
@@ -56,17 +67,29 @@ class Writer:
         """
         needs_checkpoint = self._space.layout.needs_checkpoint
         blocks, rest = divmod(len(ids), self._tree.block_tokens)
+        self._elsewhere = [self._tree.match(space, ids).blocks for space in self._others]
         with Insertion(self._tree, self._space, ids, label, needs_checkpoint) as insertion:
-            if self._add_blocks(insertion, blocks) and self._add_tail(insertion, rest):
-                if needs_checkpoint:
-                    self._add_checkpoint(insertion)
+            if needs_checkpoint:  # first: it has to be known what room they take
+                self._windows = self._space.windows.encode(self._layers.windows)
+            if (
+                self._room_bytes(insertion) > 0
+                and self._add_blocks(insertion, blocks)
+                and self._add_tail(insertion, rest)
+                and self._windows is not None
+            ):
+                insertion.add(0, Checkpoint(self._windows, self._layers.freeze()))
         return insertion
+
+    def _room_bytes(self, insertion: Insertion) -> int:
+        """What the sequence may still take for its rows, if everything else goes."""
+        held = insertion.path_bytes + self._layers.state_bytes
+        return self._tree.limit_bytes - held - (self._windows.nbytes if self._windows else 0)
 
     def _add_blocks(self, insertion: Insertion, blocks: int) -> bool:
         """Add the missing ones of the first `blocks`; False once there is no room."""
         tokens = self._tree.block_tokens
         while (missing := blocks - insertion.tokens // tokens) > 0:
-            before = _encodings_of(insertion.relative(tokens))
+            before = self._encodings_before(insertion, tokens)
             room = self._blocks_with_room(insertion, missing)
             count = min(room, 1 if before else BLOCKS_AT_ONCE)
             if not count:
@@ -88,8 +111,7 @@ class Writer:
         payload = insertion.tip.payload
         if payload is None:
             return 1  # the first one shows how large they are
-        room_bytes = self._tree.limit_bytes - insertion.path_bytes - self._layers.state_bytes
-        room = max(0, room_bytes // payload.nbytes)
+        room = max(0, self._room_bytes(insertion) // payload.nbytes)
         if self._space.layout.needs_checkpoint and room < missing:
             return 0
         return min(missing, room)
@@ -100,7 +122,7 @@ class Writer:
         # A checkpoint stands at the end of its bearer: a longer one will not do.
         if not count or (insertion.enter(count) if is_bearer else insertion.covers(count)):
             return True
-        before = _encodings_of(insertion.relative(count))
+        before = self._encodings_before(insertion, count)
         (payload,) = self._encode(self._space.rows.tails, insertion.tokens, count, 1, before)
         return insertion.add(count, payload)
 
@@ -112,11 +134,14 @@ class Writer:
             return [None] * count
         return packer.encode(self._layers.rows, start, tokens, count, before)
 
-    def _add_checkpoint(self, insertion: Insertion) -> None:
-        windows = self._space.windows.encode(self._layers.windows)
-        insertion.add(0, Checkpoint(windows, self._layers.freeze()))
+    def _encodings_before(self, insertion: Insertion, count: int) -> int:
+        """How often rows of the next `count` tokens may have gone through the codec for blocks."""
+        place = insertion.tokens // self._tree.block_tokens
+        relatives = [insertion.relative(count)]
+        relatives += [blocks[place] for blocks in self._elsewhere if place < len(blocks)]
+        return max(map(_encodings_of, relatives))
 
 
 def _encodings_of(block: Block | None) -> int:
-    """How often the rows that were fetched from a block had gone through the codec for blocks."""
+    """The same of the rows that were fetched from a block."""
     return block.payload.encodings if block and isinstance(block.payload, Payload) else 0

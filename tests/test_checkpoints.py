@@ -331,6 +331,15 @@ def test_the_longer_hit_wins_whichever_layout_was_first() -> None:
         assert hits == [8, 9, 11, 12, 12, 15]
 
 
+def test_rows_that_change_their_layout_are_known_to_have_been_encoded() -> None:
+    """They were fetched from the one and go into a block of the other: that is once more."""
+    cache = make_cache("rotated", 4)
+    for length in (8, 16):
+        insert(cache, range(length), label=USER, **{**WINDOWED, "dim": 64})
+    firsts = [next(iter(root.children.values())) for root in cache.tree.roots()]
+    assert sorted(block.payload.encodings for block in firsts) == [1, 2]
+
+
 @pytest.mark.parametrize(
     "changed", [{"layers": 2}, {"windows": (8, 8)}, {"heads": 2}, {"dtype": mx.float16}]
 )
@@ -511,10 +520,22 @@ def never() -> State:
     raise AssertionError("states were copied")
 
 
-@pytest.mark.parametrize(("tokens", "state_bytes"), [(300, 300), (1000, 300), (100, 55_000)])
-def test_a_way_that_does_not_fit_displaces_nothing(tokens: int, state_bytes: int) -> None:
-    """Not for a prompt that is larger than the budget, or is so together with its state: what it
-    displaced would be gone for nothing. The first block shows how large the others will be.
+@pytest.mark.parametrize(
+    ("tokens", "state_bytes", "windows"),
+    [
+        (300, 300, (7,)),
+        (1000, 300, (7,)),
+        (100, 55_000, (7,)),
+        (100, 300, (99,) * 9),
+        (3, 300, (2,) * 600),
+    ],
+)
+def test_a_way_that_does_not_fit_displaces_nothing(
+    tokens: int, state_bytes: int, windows: tuple[int, ...]
+) -> None:
+    """Not for a prompt that is larger than the budget, or is so together with its state or its
+    windows: what it displaced would be gone for nothing. The first block shows how large the others
+    will be.
     """
     events: list[Event] = []
     cache = make_cache(limit_bytes=60_000, emit=events.append)
@@ -522,15 +543,15 @@ def test_a_way_that_does_not_fit_displaces_nothing(tokens: int, state_bytes: int
     insert(cache, range(1000, 1100), namespace="other", label=USER, **shape)
     insert(cache, range(60), label=USER, **shape)
     held = set(cache.tree)
-    large = {**shape, "state_bytes": state_bytes}
-    insert(cache, range(tokens), label=USER, **large)
+    large = {**shape, "state_bytes": state_bytes, "windows": windows}
+    insert(cache, range(tokens), namespace="second", label=USER, **large)
     insert(cache, range(5000, 5000 + tokens), namespace="third", label=USER, **large)
     assert inserts(events)[2:] == [(tokens, 0, 0)] * 2
     assert set(cache.tree) == held
     assert fetch(cache, range(1000, 1101), "other") == 100
-    fetched = fetched_from(cache, range(tokens))
+    fetched = fetched_from(cache, range(61))
     assert fetched is not None and fetched.tokens == 60
-    assert is_what_was_computed(fetched, range(tokens), **shape)
+    assert is_what_was_computed(fetched, range(61), **shape)
 
 
 @every_shape

@@ -38,7 +38,8 @@ def split(
         ends[end] = PROMPT
         if 0 < thinking < end:
             ends |= {thinking: PROMPT, end: GENERATED}
-    for position in range(every, end, every) if every else ():
+    # The last token has a segment of its own: a cut before it would be upstream's own.
+    for position in range(every, end - 1, every) if every else ():
         ends.setdefault(position, PROMPT)
     prompt = [token for segment in segments for token in segment]
     cuts = sorted(ends)
@@ -50,7 +51,20 @@ def start_of_thinking(tokenizer: Any, prompt: Sequence[int]) -> int:
     """Where the thinking begins that a template opens at a prompt's end; negative if nowhere."""
     if not getattr(tokenizer, "has_thinking", False):
         return -1
-    return int(tokenizer.rfind_think_start(prompt, start=len(prompt) - THINKING_TAIL))
+    return int(tokenizer.rfind_think_start(prompt, start=max(0, len(prompt) - THINKING_TAIL)))
+
+
+def is_users_turn(request: Any) -> bool:
+    """Whether a request is a chat whose last message is a user's."""
+    messages: list[Any] = getattr(request, "messages", None) or []
+    return bool(messages) and messages[-1].get("role") == USER
+
+
+def label_before_last(prompt: Sequence[int], thinking: int, is_users_turn: bool) -> str:
+    """The label of a checkpoint before the last token of a prompt that is computed alone."""
+    if 0 <= thinking < len(prompt) - 1:
+        return GENERATED
+    return USER if is_users_turn else PROMPT
 
 
 class PrefillWatch:
@@ -61,7 +75,7 @@ class PrefillWatch:
         store: stores the caches.
         reused: how many tokens of the prompt were a hit.
         every: the least tokens between two checkpoints before the last; 0 for no such.
-        thinking: where the thinking at the prompt's end begins; negative if there is none.
+        last: the label of the one before the prompt's last token.
     """
 
     def __init__(
@@ -70,13 +84,13 @@ class PrefillWatch:
         store: Store,
         reused: int,
         every: int,
-        thinking: int = -1,
+        last: str = USER,
     ) -> None:
         self._report = report
         self._store = store
         self._reused = reused
         self._every = every
-        self._thinking = thinking
+        self._last_label = last
         self._last = reused
 
     def __call__(self, computed: int, total: int) -> None:
@@ -84,7 +98,7 @@ class PrefillWatch:
         self._report(computed, total)
         position = self._reused + computed
         if computed == total - 1 and computed:  # the last token begins what is generated
-            self._store(position, GENERATED if 0 <= self._thinking < position else USER)
+            self._store(position, self._last_label)
         elif 0 < computed < total and 0 < self._every <= position - self._last:
             self._store(position, PROMPT)
             self._last = position

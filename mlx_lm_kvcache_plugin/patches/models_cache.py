@@ -60,8 +60,27 @@ def _members(cache: Any) -> Sequence[Any] | None:
     return cache if isinstance(cache, list | tuple) else None
 
 
+def is_trimmable(caches: LayerCaches) -> bool:
+    """Whether upstream can take tokens back from all of them."""
+    return all(cache.is_trimmable() for cache in leaves_of(caches))
+
+
+Place = tuple[int, int]
+"""A tensor, by the number of its cache object and its own."""
+
+Written = set[Place]
+"""Tensors that are known to hold more than zeros."""
+
+Taken = list[tuple[LayerKind, Layer[Any]]]
+
+
 def take_apart(
-    caches: LayerCaches, key_tokens: int, kinds: LayerKinds, *, measured: bool = True
+    caches: LayerCaches,
+    key_tokens: int,
+    kinds: LayerKinds,
+    *,
+    measured: bool = True,
+    written: Written | None = None,
 ) -> Layers | None:
     """Take all layers apart, copying nothing.
 
@@ -71,6 +90,7 @@ def take_apart(
     Args:
         key_tokens: how long the key is that upstream stores them under.
         measured: whether to look for tensors that hold nothing but zeros.
+        written: is told which tensors need no look the next time.
 
     Returns:
         None if they hold nothing, or nothing but zeros; and if they stand for different numbers of
@@ -86,7 +106,10 @@ def take_apart(
         tokens = min(tokens, key_tokens)
     if not filled or tokens <= 0 or tokens > key_tokens or (len(offsets) > 1 and not can_be_cut):
         return None
-    layers = _layers(caches, taken, tokens, measured)
+    blank = _without_width(taken)
+    if measured:
+        blank |= _all_zeros(taken, tokens, set() if written is None else written)
+    layers = _layers(caches, taken, tokens, blank)
     return layers if layers.rows or layers.layout.needs_checkpoint else None
 
 
@@ -114,20 +137,17 @@ def _take(cache: Any, kinds: LayerKinds) -> tuple[LayerKind, Layer[Any]]:
     return (STATE, STATE.take(cache)) if layer is None else (kind, layer)
 
 
-def _layers(
-    caches: LayerCaches, taken: list[tuple[LayerKind, Layer[Any]]], tokens: int, measured: bool
-) -> Layers:
+def _layers(caches: LayerCaches, taken: Taken, tokens: int, blank: set[Place]) -> Layers:
     rows = [tensor for _, layer in taken for tensor in layer.rows]
-    blanks = iter(_blanks(rows, tokens) if measured else [_has_no_width(row) for row in rows])
     leaves = [
         _Leaf(
             kind,
             layer.fixed,
-            tuple(tensor.spec if next(blanks) else None for tensor in layer.rows),
+            tuple(t.spec if (number, j) in blank else None for j, t in enumerate(layer.rows)),
             len(layer.window),
             layer.state is not None,
         )
-        for kind, layer in taken
+        for number, (kind, layer) in enumerate(taken)
     ]
     marks = [spec for leaf in leaves for spec in leaf.rows]
     stored = [row for row, spec in zip(rows, marks, strict=True) if spec is None]
@@ -163,21 +183,37 @@ def _form(caches: Sequence[Any], leaves: Iterator[_Leaf]) -> tuple[Any, ...]:
     )
 
 
-def _has_no_width(tensor: Tensor) -> bool:
-    return not tensor.spec.dim
+def _placed(taken: Taken) -> dict[Place, Tensor]:
+    return {
+        (i, j): tensor for i, (_, layer) in enumerate(taken) for j, tensor in enumerate(layer.rows)
+    }
 
 
-def _blanks(tensors: Sequence[Tensor], tokens: int) -> list[bool]:
-    """Which tensors hold nothing but zeros, like the values of an indexer that has only keys.
+def _without_width(taken: Taken) -> set[Place]:
+    """Which tensors hold nothing at all, like the values of an indexer that has only keys."""
+    return {place for place, tensor in _placed(taken).items() if not tensor.spec.dim}
 
-    Nearly all tell by their first row that they do not.
+
+def _all_zeros(taken: Taken, tokens: int, written: Written) -> set[Place]:
+    """Which tensors hold nothing but zeros, as other such indexers have them.
+
+    Nearly all tell by their first row that they do not, and are not looked at again: that would
+    compute a cache object that upstream took out of a batch, perhaps for nothing.
     """
-    first = [None if _has_no_width(tensor) else mx.any(tensor.rows(0, 1)) for tensor in tensors]
-    mx.eval([flag for flag in first if flag is not None])
-    return [
-        flag is None or (not flag.item() and not mx.any(tensor.rows(0, tokens)).item())
-        for tensor, flag in zip(tensors, first, strict=True)
-    ]
+    tensors = {
+        place: tensor
+        for place, tensor in _placed(taken).items()
+        if tensor.spec.dim and place not in written
+    }
+    first = {place: mx.any(tensor.rows(0, 1)) for place, tensor in tensors.items()}
+    mx.eval(list(first.values()))
+    zeros = {
+        place
+        for place, has_any in first.items()
+        if not has_any.item() and not mx.any(tensors[place].rows(0, tokens)).item()
+    }
+    written.update(tensors.keys() - zeros)
+    return zeros
 
 
 def put_together(fetched: Fetched) -> LayerCaches:

@@ -11,7 +11,7 @@ from ..events import Error
 from ..layers import LayerKinds
 from ..prefix_cache import Prefix, PrefixCache
 from ..store.thinning import GENERATED, PROMPT, SYSTEM, USER
-from .models_cache import LayerCaches, put_together, take_apart
+from .models_cache import LayerCaches, Written, is_trimmable, put_together, take_apart
 from .ranks import Ranks
 
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
@@ -41,6 +41,7 @@ class PrefixPromptCache:
         self._kinds = kinds
         self.ranks = ranks
         self._logged: set[tuple[str, str]] = set()
+        self._written: dict[Any, Written] = {}
         self.fetched: tuple[Any, list[int], int] = (None, [], 0)
 
     def fetch_nearest_cache(
@@ -80,11 +81,22 @@ class PrefixPromptCache:
         """Store what the cache objects hold for the first of these tokens."""
         if self.cache is not None:
             with self._failing_softly("insert"):
-                layers = take_apart(prompt_cache, len(tokens), self._kinds)
-                if layers is not None and not (
-                    _has_draft(model) and layers.layout.needs_checkpoint
-                ):
-                    self.cache.insert(model, tokens[: layers.tokens], layers, cache_type)
+                self._insert(self.cache, model, tokens, prompt_cache, cache_type)
+
+    def _insert(
+        self,
+        cache: PrefixCache,
+        model: Any,
+        tokens: list[int],
+        prompt_cache: LayerCaches,
+        cache_type: str,
+    ) -> None:
+        if _has_draft(model) and not is_trimmable(prompt_cache):
+            return
+        written = self._written.setdefault(model, set())
+        layers = take_apart(prompt_cache, len(tokens), self._kinds, written=written)
+        if layers is not None:
+            cache.insert(model, tokens[: layers.tokens], layers, cache_type)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Evict at once until no more than this is held."""
@@ -134,6 +146,6 @@ def _has_draft(model: Any) -> bool:
     """Whether upstream's key of a model, (model, adapter, draft), names a draft model.
 
     Once a window is full, upstream can no longer take back the tokens that a draft got wrong: they
-    stay in the caches, and nothing tells.
+    stay in the caches, and nothing tells; and from such a cache it refuses to go on.
     """
     return isinstance(model, tuple) and len(model) == 3 and model[2] is not None

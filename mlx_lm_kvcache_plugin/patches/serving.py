@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
@@ -9,13 +10,21 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..layers import LayerKinds
 from ..plugins import plugins
 from ..prefix_cache import PrefixCache
 from ..settings import MIB, Settings
 from ..store.budget import Budget
+from ..store.thinning import USER
 from .announcement import announcement
 from .arguments import StockDefault
-from .checkpoints import PrefillWatch, split, start_of_thinking
+from .checkpoints import (
+    PrefillWatch,
+    is_users_turn,
+    label_before_last,
+    split,
+    start_of_thinking,
+)
 from .models_cache import empty_caches, needs_checkpoints
 from .prompt_cache import PrefixPromptCache
 from .ranks import Ranks
@@ -35,10 +44,6 @@ class Serving:
     Args:
         settings: what was asked for; None to read the environment once a prompt cache is made.
         prompt_cache_bytes: upstream's flag of that name.
-
-    Attributes:
-        kinds: how cache objects are taken apart.
-        ranks: the processes that compute the model together.
     """
 
     def __init__(self, settings: Settings | None, prompt_cache_bytes: int | None) -> None:
@@ -48,7 +53,12 @@ class Serving:
         self._generator: weakref.ref[Any] | None = None
         self._sets_checkpoints = False
         self._checkpoint_tokens = 0
-        self.kinds = plugins().layer_kinds()
+        self._last_label = USER
+
+    @functools.cached_property
+    def kinds(self) -> LayerKinds:
+        """How cache objects are taken apart."""
+        return plugins().layer_kinds()
 
     def open(self, face: PrefixPromptCache) -> None:
         """From now on this is the prompt cache."""
@@ -119,7 +129,7 @@ class Serving:
         except Exception as error:
             logger.warning("prefix cache: nothing can be told about it yet: %r", error)
 
-    def cut(self, tokenizer: Any, tokenized: tuple[Any, ...]) -> tuple[Any, ...]:
+    def cut(self, tokenizer: Any, request: Any, tokenized: tuple[Any, ...]) -> tuple[Any, ...]:
         """Cut the segments of a prompt further, where a checkpoint is wanted.
 
         Args:
@@ -127,12 +137,20 @@ class Serving:
         """
         if not self._sets_checkpoints:
             return tokenized
-        prompt, segments, labels, *others = tokenized
-        thinking = start_of_thinking(tokenizer, prompt)
-        return (prompt, *split(segments, labels, self._checkpoint_tokens, thinking), *others)
+        try:
+            prompt, segments, labels, *others = tokenized
+            thinking = start_of_thinking(tokenizer, prompt)
+            self._last_label = label_before_last(prompt, thinking, is_users_turn(request))
+            return (prompt, *split(segments, labels, self._checkpoint_tokens, thinking), *others)
+        except Exception as error:  # the same on all ranks, so that they stay in step
+            logger.warning("prefix cache: a prompt gets upstream's checkpoints alone: %r", error)
+            return tokenized
 
     def watched(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of upstream's `stream_generate`, such that its prefill sets checkpoints."""
+        """The arguments of upstream's `stream_generate`, such that its prefill sets checkpoints.
+
+        Upstream has just called `_tokenize` for the same prompt.
+        """
         face = self._face() if self._face else None
         report, caches = options.get("prompt_progress_callback"), options.get("prompt_cache")
         if not self._sets_checkpoints or face is None or report is None or caches is None:
@@ -142,8 +160,7 @@ class Serving:
         def store(position: int, label: str) -> None:
             face.insert_cache(model, tokens[:position], caches, cache_type=label)
 
-        thinking = start_of_thinking(options.get("tokenizer"), tokens)
-        watch = PrefillWatch(report, store, reused, self._checkpoint_tokens, thinking)
+        watch = PrefillWatch(report, store, reused, self._checkpoint_tokens, self._last_label)
         return {**options, "prompt_progress_callback": watch}
 
 
@@ -168,7 +185,7 @@ def bound(serving: Serving, stock: dict[str, Any]) -> dict[str, Any]:
 
     class ResponseGenerator(stock_responses):  # type: ignore[misc]
         def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-            return serving.cut(tokenizer, super()._tokenize(tokenizer, request, args))
+            return serving.cut(tokenizer, request, super()._tokenize(tokenizer, request, args))
 
     class BatchGenerator(stock_batches):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -65,7 +65,7 @@ def _freeze(value: Any, count: Callable[[int], None]) -> Any:
         frozen = _HostObject(type(value), _freeze(vars(value), count))
         count(sys.getsizeof(frozen.attributes))
     else:
-        frozen = copy.deepcopy(value)
+        frozen = _copied(value)
     count(sys.getsizeof(frozen))
     return frozen
 
@@ -84,4 +84,9 @@ def _thaw(frozen: Any) -> Any:
         return type(frozen)(_thaw(item) for item in frozen)
     if isinstance(frozen, dict):
         return {key: _thaw(item) for key, item in frozen.items()}
-    return copy.deepcopy(frozen)
+    return _copied(frozen)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of anything else; a dtype is not to be copied, and need not be."""
+    return value if isinstance(value, mx.Dtype) else copy.deepcopy(value)

@@ -46,13 +46,8 @@ def stored(server: LocalServer) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("mode", "kinds"),
-    [("batched", ["prompt"] * 4), ("sequential", ["prompt"] * 3 + ["user"])],
-)
-def test_a_long_prompt_gets_them_on_its_way(
-    folder: Path, without: LocalServer, mode: str, kinds: list[str]
-) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_long_prompt_gets_them_on_its_way(folder: Path, without: LocalServer, mode: str) -> None:
     """As far apart as was asked for, and before the last token, where the answer begins.
 
     A prompt that leaves this one resumes at one of them, and is answered as a cold one.
@@ -62,7 +57,7 @@ def test_a_long_prompt_gets_them_on_its_way(
         answer = server.text(text, **MODES[mode])
         assert same_answer(answer, without.text(text))
         ends = [EVERY, 2 * EVERY, 3 * EVERY, 199]
-        assert stored(server) == [*zip(ends, kinds, strict=True), (208, "assistant")]
+        assert stored(server) == [*((end, "prompt") for end in ends), (208, "assistant")]
         for shared, hits in ((199, [199]), (150, [EVERY, 2 * EVERY]), (EVERY - 1, [0])):
             other = text[:shared] + "!" * 20
             answer = server.text(other, **MODES[mode])
@@ -113,10 +108,17 @@ def test_the_segments_of_a_chat_stay(folder: Path, without: LocalServer) -> None
         ]
 
 
-@pytest.mark.parametrize(("mode", "kind"), [("batched", "prompt"), ("sequential", "user")])
-def test_a_chat_that_upstream_leaves_whole(
-    folder: Path, without: LocalServer, mode: str, kind: str
-) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_users_turn_is_told_from_others(folder: Path, mode: str) -> None:
+    """The next question leaves there, however many tool calls there are behind it."""
+    messages = [{"role": "user", "content": prompt("ask", 40)}]
+    with serving(folder) as server:
+        server.chat(messages, **MODES[mode])
+        assert (len(chat_tokens(messages)) - 1, "user") in stored(server)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_chat_that_upstream_leaves_whole(folder: Path, without: LocalServer, mode: str) -> None:
     """One whose last message is no user's, as that of an agent: a prompt, and no answer of ours."""
     messages = [
         {"role": "user", "content": prompt("do", 30)},
@@ -129,7 +131,7 @@ def test_a_chat_that_upstream_leaves_whole(
         assert stored(server) == [
             (EVERY, "prompt"),
             (2 * EVERY, "prompt"),
-            (whole - 1, kind),
+            (whole - 1, "prompt"),
             (whole + 8, "assistant"),
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from mlx_lm_kvcache_plugin.patches.checkpoints import (
     THINKING_TAIL,
     PrefillWatch,
+    is_users_turn,
+    label_before_last,
     split,
     start_of_thinking,
 )
-from mlx_lm_kvcache_plugin.store.thinning import GENERATED, USER
+from mlx_lm_kvcache_plugin.store.thinning import GENERATED, PROMPT, USER
 
 WHOLE = ["assistant"]
 """The kind of a prompt that upstream leaves whole."""
@@ -66,16 +69,16 @@ def test_the_ends_that_upstream_sets_stay(lengths: list[int], labels: list[str])
         (100, 200, []),
         (100, 64, [64]),
         (128, 64, [64]),
-        (129, 64, [64, 128]),
+        (129, 64, [64]),
         (200, 50, [50, 100, 150]),
-        (3, 1, [1, 2]),
+        (3, 1, [1]),
         (1, 1, []),
     ],
 )
 def test_a_long_way_is_cut_at_multiples_inside(
     length: int, every: int, expected: list[int]
 ) -> None:
-    """Never at the end, where upstream stores the prompt and what was generated anyway."""
+    """Never at the end nor before the last token, where upstream stores the prompt anyway."""
     wanted = [*((position, "prompt") for position in expected), (length, "prompt")]
     assert cuts([length], WHOLE, every) == wanted
 
@@ -136,7 +139,8 @@ def test_whatever_the_segments_are(parts: list[tuple[int, str]], every: int, thi
     pieces, kinds = split(segments, labels, every, thinking)
     assert sum(pieces, []) == sum(segments, [])
     assert len(pieces) == len(kinds) and all(pieces)
-    assert not every or max(map(len, pieces)) <= every
+    # Upstream cuts the last token off by itself.
+    assert not every or max(map(len, [*pieces[:-1], pieces[-1][:-1]])) <= every
     ends = dict(zip(accumulate(map(len, pieces)), kinds, strict=True))
     for end, label in zip(accumulate(lengths), labels, strict=True):
         assert ends.pop(end) == label or labels == WHOLE
@@ -267,11 +271,47 @@ def test_checkpoints_keep_their_distance(**options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "label"), [(-1, USER), (99, USER), (98, GENERATED), (90, GENERATED)]
+    ("thinking", "is_users", "label"),
+    [
+        (-1, True, USER),
+        (-1, False, PROMPT),
+        (99, True, USER),
+        (99, False, PROMPT),
+        (98, True, GENERATED),
+        (90, False, GENERATED),
+    ],
 )
-def test_behind_an_opened_thinking_there_is_no_users_end(thinking: int, label: str) -> None:
-    """The next request leaves before it, since thinking does not come back."""
-    stored = []
-    watch = PrefillWatch(lambda *_: None, lambda *it: stored.append(it), 0, 0, thinking)
+def test_what_ends_before_the_last_token(thinking: int, is_users: bool, label: str) -> None:
+    """Behind an opened thinking no request leaves: it does not come back."""
+    assert label_before_last(range(100), thinking, is_users) == label
+    stored: list[tuple[int, str]] = []
+    watch = PrefillWatch(lambda *_: None, lambda *it: stored.append(it), 0, 0, label)
     watch(99, 100)
     assert stored == [(99, label)]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5, 11, 12])
+def test_a_short_prompt_is_looked_through_from_its_first_token(tokens: int) -> None:
+    """Upstream's search begins where it is told to, and 0.31 takes that as it is."""
+
+    def rfind_think_start(prompt: list[int], start: int) -> int:
+        assert 0 <= start <= len(prompt)
+        return -1
+
+    tokenizer = SimpleNamespace(has_thinking=True, rfind_think_start=rfind_think_start)
+    assert start_of_thinking(tokenizer, [7] * tokens) == -1
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (SimpleNamespace(messages=[{"role": "system"}, {"role": "user"}]), True),
+        (SimpleNamespace(messages=[{"role": "user"}, {"role": "tool"}]), False),
+        (SimpleNamespace(messages=[]), False),
+        (SimpleNamespace(messages=None), False),
+        (object(), False),
+    ],
+)
+def test_whose_turn_it_is(request_: Any, expected: bool) -> None:
+    """A text is nobody's."""
+    assert is_users_turn(request_) == expected

@@ -402,3 +402,14 @@ def test_nothing_but_zeros_is_nothing_to_store() -> None:
     cache: Any = KVCache()
     cache.update_and_fetch(zeros, zeros)
     assert take_apart([cache], 20, known_kinds()) is None
+
+
+def test_what_is_known_to_be_no_zeros_is_not_looked_at() -> None:
+    """A look computes what upstream took out of a batch, perhaps for nothing."""
+    written: set[tuple[int, int]] = set()
+    assert take_apart([plain(20)], 20, known_kinds(), written=written) is not None
+    assert written == {(0, 0), (0, 1)}
+    cache = plain(20)
+    cache.keys = cache.values = mx.zeros((1, HEADS, 256, DIM))
+    layers = take_apart([cache], 20, known_kinds(), written=written)
+    assert layers is not None and len(layers.rows) == 2

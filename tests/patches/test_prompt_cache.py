@@ -325,15 +325,16 @@ def test_what_was_fetched_for_is_known() -> None:
     [
         (plain_caches, 20, 20),
         (rotating_caches, 10, 10),
-        (rotating_caches, 12, 12),
-        (rotating_caches, 13, 0),
+        (rotating_caches, 11, 11),
+        (rotating_caches, 12, 0),
         (recurrent_caches, 10, 0),
     ],
 )
 def test_beside_a_draft_only_rows_are_stored(make: Make, length: int, expected: int) -> None:
     """Upstream cannot take back what a draft got wrong from a full window or from a state.
 
-    So nobody knows what is in them; the same model alone has no such trouble.
+    So nobody knows what is in them, and it refuses to go on from them, even if nothing was dropped
+    yet; the same model alone has no such trouble.
     """
     for draft, hit in (("draft", expected), (None, length)):
         ours, tokens = Face(), list(range(length))

@@ -109,3 +109,11 @@ def test_a_snapshot_of_a_view_holds_the_view_alone() -> None:
     """What a recurrent layer keeps is often the end of something large."""
     end = rows(1000)[:, :, -3:]
     assert Snapshot([arrays(end)]).nbytes < rows(3).nbytes + 4096
+
+
+def test_a_dtype_is_kept_as_it_is() -> None:
+    """It cannot be copied; a class from a model file may well hold one."""
+    cache = LayerCache()
+    cache.pending["dtype"] = mx.float16
+    (restored,) = Snapshot([cache]).restore()
+    assert restored.pending["dtype"] == mx.float16
