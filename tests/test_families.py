@@ -18,9 +18,9 @@ from tests.families import (
     CONFIGURATIONS,
     EXCLUDED,
     SPLIT_SENSITIVE,
-    fast_for_each_layout,
     reason_to_skip,
 )
+from tests.families.speed import fast_for_each_layout
 from tests.models import prompt
 from tests.weights import PRINTABLE
 

@@ -6,13 +6,11 @@ reason. tests/test_families.py holds both against the mlx-lm that is installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import mlx_lm
-import pytest
 
 from tests import models
 from tests.families.excluded import EXCLUDED
@@ -30,21 +28,12 @@ __all__ = [
     "SPLIT_SENSITIVE",
     "bears_company",
     "build",
-    "fast_for_each_layout",
     "reason_to_skip",
 ]
 
 LOGITS_GAIN = 3.0  # small enough for logprobs to show what differs
 
 CONFIGURATIONS: dict[str, Config] = {**PLAIN, **WINDOWS, **STATES, **NESTED}
-
-ONE_OF_EACH_LAYOUT = {
-    *("llama", "phi", "phi3", "minicpm3", "deepseek_v3", "deepseek_v32", "minimax_m3_vl"),
-    *("nemotron-nas", "afm7", "gemma3_text", "gpt_oss", "gemma3n", "llama4", "iquestloopcoder"),
-    *("mamba", "rwkv7", "qwen3_next", "kimi_linear", "lfm2", "falcon_h1", "nemotron_h", "gear"),
-    *("baichuan_m1", "recurrent_gemma", "longcat_flash_ngram", "deepseek_v41"),
-}
-"""Enough to meet every kind of cache, and every odd width and value in one."""
 
 SPLIT_SENSITIVE = {
     "plamo3": "its mask lets a token see one more of those before than its cache keeps",
@@ -102,11 +91,3 @@ def build(folder: Path, name: str, **options: Any) -> Path:
     config = {**SHARED, **CONFIGURATIONS[name], "model_type": name}
     gains = GAINS.get(name, {})
     return models.build(folder, config, gains=gains, logits_gain=LOGITS_GAIN, **options)
-
-
-def fast_for_each_layout(names: Iterable[str]) -> list[Any]:
-    """Parameters of a test: all of these models, but those like others are slow."""
-    return [
-        name if name in ONE_OF_EACH_LAYOUT else pytest.param(name, marks=pytest.mark.slow)
-        for name in names
-    ]

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from tests.families import (
     CONFIGURATIONS,
     SPLIT_SENSITIVE,
-    fast_for_each_layout,
     reason_to_skip,
 )
+from tests.families.speed import fast_for_each_layout
 from tests.integration import models_page
 from tests.integration.clients import same_answer
 from tests.integration.hits import PLACES, Seen, see

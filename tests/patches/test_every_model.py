@@ -13,7 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlx_lm_kvcache_plugin.prefix_cache import BLOCK_TOKENS
-from tests.families import CONFIGURATIONS, fast_for_each_layout, reason_to_skip
+from tests.families import CONFIGURATIONS, reason_to_skip
+from tests.families.speed import fast_for_each_layout
 from tests.models import prompt
 from tests.patches.faces import are_at, make_face
 from tests.weights import PRINTABLE
