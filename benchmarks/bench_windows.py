@@ -93,7 +93,10 @@ def score(topic: str) -> list[tuple[float, float]]:
     ids: list[int] = tokenizer.encode(pydoc_data.topics.topics[topic])[:needed]
     assert len(ids) == needed, f"the chapter {topic!r} is too short"
     prefix = read(make_prompt_cache(model), ids[:PREFIX_TOKENS])
-    turns = [ids[at : at + TURN_TOKENS] for at in range(PREFIX_TOKENS, needed - SCORED_TOKENS, 64)]
+    turns = [
+        ids[at : at + TURN_TOKENS]
+        for at in range(PREFIX_TOKENS, needed - SCORED_TOKENS, TURN_TOKENS)
+    ]
     after_prefix = ids[PREFIX_TOKENS : PREFIX_TOKENS + SCORED_TOKENS]
     once = logprobs_after(model, resumed(prefix, None), after_prefix)
     chained = logprobs_after(model, in_turns(prefix, turns, None), ids[-SCORED_TOKENS:])

@@ -12,7 +12,7 @@ class Hit:
     Attributes:
         prompt_tokens: tokens of the prompt.
         hit_tokens: those that need not be computed.
-        seconds: from the request to decoded arrays.
+        seconds: for decoding them and handing them over.
     """
 
     prompt_tokens: int

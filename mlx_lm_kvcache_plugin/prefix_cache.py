@@ -196,7 +196,7 @@ class PrefixCache:
             others = [other for other in self._spaces.of(namespace) if other is not space]
             insertion = Writer(self.tree, self.budget, space, others, layers).write(ids, label)
             if self._is_checkpoint(insertion.tip):
-                thin(self.tree, ids, insertion.tip)
+                thin(self.tree, space, ids, insertion.tip)
             self._settle()
         stored_tokens = insertion.stored_tokens
         if layers.layout.needs_checkpoint and not self._is_checkpoint(insertion.tip):

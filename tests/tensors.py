@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
+import pytest
 
 from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
 
@@ -29,3 +30,16 @@ class Window(Rows):
     @property
     def length(self) -> int:
         return int(self.array.shape[1])
+
+
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Which rows are asked for from now on, in full precision, of any tensor."""
+    asked: list[tuple[int, int]] = []
+    rows = Rows.rows
+
+    def spy(self: Rows, start: int, stop: int) -> mx.array:
+        asked.append((start, stop))
+        return rows(self, start, stop)
+
+    monkeypatch.setattr(Rows, "rows", spy)
+    return asked

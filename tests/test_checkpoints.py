@@ -39,7 +39,7 @@ from tests.store.caches import (
     make_cache,
     state_of,
 )
-from tests.tensors import Rows
+from tests.tensors import Rows, rows_read
 
 SHAPES: dict[str, dict[str, Any]] = {
     "rows, windows and a state": MIXED,
@@ -131,14 +131,7 @@ def test_only_what_is_new_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache(block_tokens=16)
     insert(cache, range(16 * 20 + 5), **TINY, state_bytes=100)
     layers = layers_for(range(16 * 22 + 3), **TINY, state_bytes=100)
-    asked: list[tuple[int, int]] = []
-    rows = Rows.rows
-
-    def spy(self: Rows, start: int, stop: int) -> mx.array:
-        asked.append((start, stop))
-        return rows(self, start, stop)
-
-    monkeypatch.setattr(Rows, "rows", spy)
+    asked = rows_read(monkeypatch)
     cache.insert(MODEL, range(layers.tokens), layers, USER)
     assert set(asked) == {(320, 352), (352, 355)}
     asked.clear()

@@ -36,7 +36,7 @@ from tests.store.caches import (
     state_of,
     tensors_for,
 )
-from tests.tensors import Rows
+from tests.tensors import Rows, rows_read
 
 
 class Events(list[Event]):
@@ -192,25 +192,12 @@ def test_only_the_rows_of_the_hit_are_decoded(monkeypatch: pytest.MonkeyPatch) -
 # What an insert does
 
 
-def rows_read(tensors: list[Rows], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Which rows are asked for from now on, in full precision, of any tensor."""
-    asked: list[tuple[int, int]] = []
-    rows = Rows.rows
-
-    def spy(self: Rows, start: int, stop: int) -> mx.array:
-        asked.append((start, stop))
-        return rows(self, start, stop)
-
-    monkeypatch.setattr(Rows, "rows", spy)
-    return asked
-
-
 def test_growing_a_conversation_encodes_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """A complete block is encoded once; only the new ones and the tail are read at all."""
     cache = make_cache(block_tokens=16)
     insert(cache, range(16 * 20 + 5), **TINY)
     longer = tensors_for(range(16 * 22 + 3), **TINY)
-    asked = rows_read(longer, monkeypatch)
+    asked = rows_read(monkeypatch)
     insert_rows(cache, range(16 * 22 + 3), longer)
     assert set(asked) == {(320, 352), (352, 355)}
     asked.clear()
@@ -223,7 +210,7 @@ def test_blocks_are_encoded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     """Few calls for a long prompt, and never all of it in memory before any of it is counted."""
     cache = make_cache(block_tokens=4)
     tensors = tensors_for(range(4 * 40), **TINY)
-    asked = rows_read(tensors, monkeypatch)
+    asked = rows_read(monkeypatch)
     insert_rows(cache, range(4 * 40), tensors)
     assert sorted(set(asked)) == [(0, 4), (4, 68), (68, 132), (132, 160)]
 
@@ -232,7 +219,7 @@ def test_what_has_no_room_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> Non
     """The work for a prompt much larger than the budget is that for what is kept of it."""
     cache = make_cache(limit_bytes=200_000, block_tokens=4)
     tensors = tensors_for(range(1000))
-    asked = rows_read(tensors, monkeypatch)
+    asked = rows_read(monkeypatch)
     insert_rows(cache, range(1000), tensors)
     kept = fetch(cache, range(1000))
     assert 70 < kept <= max(stop for _, stop in asked) < kept + 4 * 3

@@ -60,11 +60,11 @@ def is_users_turn(request: Any) -> bool:
     return bool(messages) and messages[-1].get("role") == USER
 
 
-def label_before_last(prompt: Sequence[int], thinking: int, is_users_turn: bool) -> str:
+def label_before_last(prompt: Sequence[int], thinking: int, is_users: bool) -> str:
     """The label of a checkpoint before the last token of a prompt that is computed alone."""
     if 0 <= thinking < len(prompt) - 1:
         return GENERATED
-    return USER if is_users_turn else PROMPT
+    return USER if is_users else PROMPT
 
 
 class PrefillWatch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,10 +106,12 @@ def take_apart(
         tokens = min(tokens, key_tokens)
     if not filled or tokens <= 0 or tokens > key_tokens or (len(offsets) > 1 and not can_be_cut):
         return None
-    blank = _without_width(taken)
+    rows = {(i, j): t for i, (_, layer) in enumerate(taken) for j, t in enumerate(layer.rows)}
+    stored = {place: tensor for place, tensor in rows.items() if tensor.spec.dim}
     if measured:
-        blank |= _all_zeros(taken, tokens, set() if written is None else written)
-    layers = _layers(caches, taken, tokens, blank)
+        for place in _all_zeros(stored, tokens, set() if written is None else written):
+            del stored[place]
+    layers = _layers(caches, taken, tokens, stored)
     return layers if layers.rows or layers.layout.needs_checkpoint else None
 
 
@@ -137,32 +139,31 @@ def _take(cache: Any, kinds: LayerKinds) -> tuple[LayerKind, Layer[Any]]:
     return (STATE, STATE.take(cache)) if layer is None else (kind, layer)
 
 
-def _layers(caches: LayerCaches, taken: Taken, tokens: int, blank: set[Place]) -> Layers:
-    rows = [tensor for _, layer in taken for tensor in layer.rows]
+def _layers(
+    caches: LayerCaches, taken: Taken, tokens: int, stored: Mapping[Place, Tensor]
+) -> Layers:
     leaves = [
         _Leaf(
             kind,
             layer.fixed,
-            tuple(t.spec if (number, j) in blank else None for j, t in enumerate(layer.rows)),
+            tuple(None if (number, j) in stored else t.spec for j, t in enumerate(layer.rows)),
             len(layer.window),
             layer.state is not None,
         )
         for number, (kind, layer) in enumerate(taken)
     ]
-    marks = [spec for leaf in leaves for spec in leaf.rows]
-    stored = [row for row, spec in zip(rows, marks, strict=True) if spec is None]
     windows = [tensor for _, layer in taken for tensor in layer.window]
     states = [layer.state for _, layer in taken if layer.state is not None]
     layout = Layout(
-        rows=tuple(tensor.spec for tensor in stored),
+        rows=tuple(tensor.spec for tensor in stored.values()),
         windows=tuple(tensor.spec for tensor in windows),
         states=len(states),
         form=_form(caches, iter(leaves)),
         look=tuple(tuple(t.spec for t in (*layer.rows, *layer.window)) for _, layer in taken),
     )
-    return Layers(
-        layout, tokens, stored, windows, sum(map(_nbytes, states)), lambda: Snapshot(states)
-    )
+    state_bytes = sum(map(_nbytes, states))
+    rows = list(stored.values())
+    return Layers(layout, tokens, rows, windows, state_bytes, lambda: Snapshot(states))
 
 
 def _nbytes(cache: Any) -> int:
@@ -183,36 +184,24 @@ def _form(caches: Sequence[Any], leaves: Iterator[_Leaf]) -> tuple[Any, ...]:
     )
 
 
-def _placed(taken: Taken) -> dict[Place, Tensor]:
-    return {
-        (i, j): tensor for i, (_, layer) in enumerate(taken) for j, tensor in enumerate(layer.rows)
-    }
-
-
-def _without_width(taken: Taken) -> set[Place]:
-    """Which tensors hold nothing at all, like the values of an indexer that has only keys."""
-    return {place for place, tensor in _placed(taken).items() if not tensor.spec.dim}
-
-
-def _all_zeros(taken: Taken, tokens: int, written: Written) -> set[Place]:
-    """Which tensors hold nothing but zeros, as other such indexers have them.
+def _all_zeros(tensors: Mapping[Place, Tensor], tokens: int, written: Written) -> set[Place]:
+    """Which tensors hold nothing but zeros, like the values of an indexer that has only keys.
 
     Nearly all tell by their first row that they do not, and are not looked at again: that would
     compute a cache object that upstream took out of a batch, perhaps for nothing.
     """
-    tensors = {
-        place: tensor
-        for place, tensor in _placed(taken).items()
-        if tensor.spec.dim and place not in written
+    first = {
+        place: mx.any(tensor.rows(0, 1))
+        for place, tensor in tensors.items()
+        if place not in written
     }
-    first = {place: mx.any(tensor.rows(0, 1)) for place, tensor in tensors.items()}
     mx.eval(list(first.values()))
     zeros = {
         place
         for place, has_any in first.items()
         if not has_any.item() and not mx.any(tensors[place].rows(0, tokens)).item()
     }
-    written.update(tensors.keys() - zeros)
+    written.update(first.keys() - zeros)
     return zeros
 
 

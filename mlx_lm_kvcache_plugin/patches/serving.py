@@ -195,8 +195,8 @@ def bound(serving: Serving, stock: dict[str, Any]) -> dict[str, Any]:
     def stream_generate(*args: Any, **kwargs: Any) -> Any:
         return stock["stream_generate"](*args, **serving.watched(kwargs))
 
-    ours = (LRUPromptCache, ModelProvider, ResponseGenerator, BatchGenerator, stream_generate)
-    return {ours_for.__name__: ours_for for ours_for in ours}
+    bindings = (LRUPromptCache, ModelProvider, ResponseGenerator, BatchGenerator, stream_generate)
+    return {binding.__name__: binding for binding in bindings}
 
 
 def _emit(event: Any) -> None:

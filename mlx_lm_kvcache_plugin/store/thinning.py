@@ -8,7 +8,7 @@ logarithm, and what has to be computed anew is at most twice what is left behind
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 
 from .blocks import TOKEN_BYTES, Block, Tokens
@@ -29,17 +29,15 @@ Placed = tuple[Block, int]
 """A checkpoint and the position at which it stands."""
 
 
-def thin(tree: BlockTree, tokens: Tokens, newest: Block) -> None:
+def thin(tree: BlockTree, namespace: Hashable, tokens: Tokens, newest: Block) -> None:
     """Take out what the newest checkpoint of a sequence makes needless.
 
     Args:
-        tokens: of the sequence, at whose end the newest checkpoint stands.
+        namespace, tokens: the sequence, at whose end the newest checkpoint stands.
         newest: just added.
     """
-    way = _Way(tree, tokens, newest)
-    older = [
-        placed for placed in tree.checkpoints(way.namespace, tokens) if placed[0] is not newest
-    ]
+    way = _Way(tree, namespace, tokens)
+    older = [placed for placed in tree.checkpoints(namespace, tokens) if placed[0] is not newest]
     # Behind a system prompt it may be another conversation that leaves.
     if newest.label != GENERATED and older and older[0][0].label != SYSTEM:
         for checkpoint in way.abandoned(older[0][1]):
@@ -80,10 +78,8 @@ def kept_of(older: Sequence[Placed], end: int, step: int) -> set[Block]:
 class _Way:
     """The way to a checkpoint, and what leaves it."""
 
-    def __init__(self, tree: BlockTree, tokens: Tokens, newest: Block) -> None:
-        path: list[Block] = tree.walk(_namespace(newest), tokens)
-        self.namespace = _namespace(newest)
-        self._parents = [tree.root(self.namespace), *path]
+    def __init__(self, tree: BlockTree, namespace: Hashable, tokens: Tokens) -> None:
+        self._parents = [tree.root(namespace), *tree.walk(namespace, tokens)]
         self._data = tokens.tobytes()
         self._step = tree.block_tokens
 
@@ -112,12 +108,6 @@ class _Way:
             for key, child in self._parents[depth].children.items():
                 if not rest.startswith(key):
                     yield child, position + _common_tokens(key, rest)
-
-
-def _namespace(node: Block) -> object:
-    while node.parent is not None:
-        node = node.parent
-    return node.namespace  # type: ignore[attr-defined]
 
 
 def _nodes_from(branch: Block) -> Iterator[Block]:

@@ -35,7 +35,7 @@ class Checkpoints:
             self.tree.touch(node)
             return
         insertion = put_checkpoint(self.tree, tokens, label=label, nbytes=100, row_bytes=10)
-        thin(self.tree, ids(tokens), insertion.tip)
+        thin(self.tree, MODEL, ids(tokens), insertion.tip)
         self.tree.check()
 
     def hit(self, tokens: Ids) -> int:

@@ -183,7 +183,7 @@ def test_leaving_farther_back_costs_in_proportion(user: int, answer: int, though
 def thinned(tree: BlockTree, letters: str, label: str) -> None:
     """Set a checkpoint, and give up what it makes needless."""
     insertion = put_checkpoint(tree, letters, label=label, row_bytes=10)
-    thin(tree, ids(letters), insertion.tip)
+    thin(tree, MODEL, ids(letters), insertion.tip)
     tree.check()
 
 
