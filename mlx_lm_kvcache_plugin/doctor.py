@@ -14,7 +14,8 @@ from typing import Any
 
 from . import PATCHED_MODULES, __version__, is_disabled, is_installed
 from .errors import CodecError, SettingsError
-from .settings import OPTIONS, Settings
+from .options import OPTIONS
+from .settings import Settings
 
 START_UP_FILES = ("mlx_lm_kvcache_plugin.pth", "mlx_lm_kvcache_plugin.start")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvcache_plugin import patches
-from mlx_lm_kvcache_plugin.settings import OPTIONS
+from mlx_lm_kvcache_plugin.options import OPTIONS
 
 PLUGIN_VARIABLES = ("MLX_LM_KVCACHE_PLUGIN_DISABLE", "MLX_LM_KVCACHE_PLUGINS")
 

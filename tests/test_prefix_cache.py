@@ -16,8 +16,9 @@ from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
 from mlx_lm_kvcache_plugin.errors import CodecError
 from mlx_lm_kvcache_plugin.events import Event, Evict, Hit, Insert, Miss
 from mlx_lm_kvcache_plugin.layers import Fetched
+from mlx_lm_kvcache_plugin.options import KV_CACHE_BITS
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
-from mlx_lm_kvcache_plugin.settings import KV_CACHE_BITS, Settings
+from mlx_lm_kvcache_plugin.settings import Settings
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, Memory
 from tests.store.caches import (
     MODEL,

@@ -46,7 +46,7 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 
 def test_every_flag_is_in_the_readme_and_in_the_document_of_flags() -> None:
     """With its environment variable."""
-    from mlx_lm_kvcache_plugin.settings import OPTIONS
+    from mlx_lm_kvcache_plugin.options import OPTIONS
 
     flags = (ROOT / "docs" / "flags.md").read_text("utf-8")
     for option in OPTIONS:

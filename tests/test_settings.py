@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlx_lm_kvcache_plugin.errors import KVCachePluginError, SettingsError
-from mlx_lm_kvcache_plugin.settings import KV_CACHE_BITS, OPTIONS, Settings
+from mlx_lm_kvcache_plugin.options import KV_CACHE_BITS, OPTIONS
+from mlx_lm_kvcache_plugin.settings import Settings
 
 BY_NAME = {option.name: option for option in OPTIONS}
 
@@ -39,6 +41,12 @@ RIGHT: dict[str, dict[str, Any]] = {
         ".35": 0.35,
         "2e-1": 0.2,
     },
+    "kv_cache_dir": {
+        "/nowhere/kv": Path("/nowhere/kv"),
+        "kv cache": Path("kv cache"),
+        "~/kv": Path.home() / "kv",
+    },
+    "kv_cache_disk_mb": {"1": 1, "10240": 10_240, str(1 << 40): 1 << 40},
     "disable_prefix_cache": {"1": True, "TRUE": True, "yes": True, "on": True},
 }
 
@@ -51,6 +59,8 @@ WRONG: dict[str, tuple[str, ...]] = {
     "kv_cache_codec": ("", "  "),
     "kv_cache_quantization": ("2", "", "maybe", "-1"),
     "kv_cache_checkpoint_tokens": ("-1", "-2048", "2k", "9" * 30, *NUMBERS_THAT_ARE_NONE),
+    "kv_cache_dir": ("", "  ", __file__),
+    "kv_cache_disk_mb": ("0", "-5", "1e30", "8GB", "1.5", "9" * 18, *NUMBERS_THAT_ARE_NONE),
     "cache_memory_mb": (
         ("0", "-5", "1e30", "8GB", "8 GB", "1.5", "9" * 18, "9" * 30, *NUMBERS_THAT_ARE_NONE)
     ),
@@ -81,6 +91,8 @@ def test_the_flags_and_their_variables() -> None:
         "--kv-cache-checkpoint-tokens": "MLX_LM_KV_CACHE_CHECKPOINT_TOKENS",
         "--cache-memory-mb": "MLX_LM_CACHE_MEMORY_MB",
         "--cache-memory-percent": "MLX_LM_CACHE_MEMORY_PERCENT",
+        "--kv-cache-dir": "MLX_LM_KV_CACHE_DIR",
+        "--kv-cache-disk-mb": "MLX_LM_KV_CACHE_DISK_MB",
         "--disable-prefix-cache": "MLX_LM_DISABLE_PREFIX_CACHE",
     }
     switches = {option.name for option in OPTIONS if option.metavar is None}
@@ -185,6 +197,8 @@ def test_the_defaults() -> None:
         "checkpoint_tokens": 2048,
         "memory_mb": None,
         "memory_percent": 0.20,
+        "disk_folder": None,
+        "disk_mb": 10_240,
         "disabled": False,
         "requested": False,
     }

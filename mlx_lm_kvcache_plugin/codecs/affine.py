@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..settings import KV_CACHE_GROUP_SIZES
+from ..options import KV_CACHE_GROUP_SIZES
 from .base import CodecOptions, Parts, join_rows, largest_group_size
 
 SMALLEST_NORMAL = 2.0**-14

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import CodecError
-from ..settings import RECOMMENDED_BITS, Settings
+from ..options import RECOMMENDED_BITS
+from ..settings import Settings
 from .affine import AffineCodec
 from .base import Codec, CodecOptions
 from .raw import RawCodec

@@ -13,7 +13,8 @@ import sys
 from types import ModuleType
 
 from ..errors import PatchRefused
-from ..settings import OPTIONS, Settings
+from ..options import OPTIONS
+from ..settings import Settings
 
 outcomes: dict[str, str] = {}
 """What became of each patched module: "patched", or "refused: " and why. `doctor` shows it."""

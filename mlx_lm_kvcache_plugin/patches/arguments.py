@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import SettingsError
-from ..settings import OPTIONS
+from ..options import OPTIONS, Option
 from . import complain
 
 GROUP_TITLE = "KV cache (mlx_lm_kvcache_plugin)"
@@ -106,9 +106,9 @@ class _Namespace:
         return dir(argparse)
 
 
-def add_options(group: Group) -> None:
-    """Add the plugin's own flags; an option that was not given is None, a switch False."""
-    for option in OPTIONS:
+def add_options(group: Group, options: Sequence[Option] = OPTIONS) -> None:
+    """Add flags of the plugin's own; an option that was not given is None, a switch False."""
+    for option in options:
         help_text = f"{option.help} [env: {option.variable}]"
         if option.metavar is None:
             group.add_argument(option.flag, dest=option.name, action="store_true", help=help_text)

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_lm_kvcache_plugin.codecs.base import Codec, CodecOptions, Parts
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN
-from mlx_lm_kvcache_plugin.settings import KV_CACHE_BITS, KV_CACHE_GROUP_SIZES
+from mlx_lm_kvcache_plugin.options import KV_CACHE_BITS, KV_CACHE_GROUP_SIZES
 
 DIMS = (0, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512, 576)
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)

@@ -11,7 +11,8 @@ from mlx_lm_kvcache_plugin.codecs.base import CodecOptions
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
 from mlx_lm_kvcache_plugin.errors import CodecError
-from mlx_lm_kvcache_plugin.settings import RECOMMENDED_BITS, Settings
+from mlx_lm_kvcache_plugin.options import RECOMMENDED_BITS
+from mlx_lm_kvcache_plugin.settings import Settings
 
 
 class RecordingCodec(RawCodec):

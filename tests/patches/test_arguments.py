@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlx_lm_kvcache_plugin.options import OPTIONS
 from mlx_lm_kvcache_plugin.patches.arguments import (
     GROUP_TITLE,
     Group,
@@ -17,7 +18,6 @@ from mlx_lm_kvcache_plugin.patches.arguments import (
     add_options,
     argparse_namespace,
 )
-from mlx_lm_kvcache_plugin.settings import OPTIONS
 
 Make = Callable[..., argparse.ArgumentParser]
 
