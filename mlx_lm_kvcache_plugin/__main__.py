@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__, doctor
+from .disk import command as disk
 
-COMMANDS = (doctor,)
+COMMANDS = (doctor, disk)
 """The modules of the sub-commands, each with `add_parser(subparsers)`."""
 
 

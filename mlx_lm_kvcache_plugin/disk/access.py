@@ -1,0 +1,95 @@
+"""Touching files with care: nothing is followed, waited for or shown to others."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import BinaryIO
+
+from ..errors import KVCachePluginError
+
+_LONGEST_TEXT = 1 << 20
+"""Bytes; the layout of a model with a hundred layers has some ten thousand."""
+
+
+class BrokenFile(KVCachePluginError):
+    """A file is not what its name says; the message says why."""
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open a regular file for reading; never follows a link, never waits for a pipe.
+
+    Raises:
+        BrokenFile: it is something else.
+        OSError: it is not there, or cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BrokenFile("it is no regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_text(file: BinaryIO) -> str:
+    """What is left of a small text file.
+
+    Raises:
+        BrokenFile: it is none.
+        OSError: it is not readable.
+    """
+    data = file.read(_LONGEST_TEXT + 1)
+    if len(data) > _LONGEST_TEXT:
+        raise BrokenFile("it is longer than any text of ours")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise BrokenFile("it is no text") from None
+
+
+def make_folder(path: str) -> None:
+    """Make one folder that only its owner may enter, unless it is there.
+
+    Raises:
+        OSError: it cannot be made, or something else lies there.
+    """
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise
+
+
+def unlink(path: str) -> bool:
+    """Delete a file; whether it was there and is gone."""
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True
+
+
+def remove_folders(path: str, root: str) -> None:
+    """Remove the folders that a deleted file leaves empty, but not the root."""
+    folder = os.path.dirname(path)
+    while folder != root:
+        try:
+            os.rmdir(folder)
+        except OSError:  # not empty
+            return
+        folder = os.path.dirname(folder)
+
+
+def write_whole(descriptor: int, data: bytes) -> None:
+    """Write from the beginning of an open file, and wait until it is on the disk.
+
+    Raises:
+        OSError: there is no room, or the disk fails.
+    """
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    os.fsync(descriptor)

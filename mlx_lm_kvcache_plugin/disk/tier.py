@@ -1,0 +1,215 @@
+"""The disk tier: what the prefix cache calls; nothing here raises because of a disk."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import stat
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from .access import BrokenFile, open_file
+from .counters import DiskCounters
+from .exit import flush_at_exit
+from .files import Record, decode, read_tokens
+from .folder import Folder, Home
+from .limit import DiskUsage, Limit
+from .names import Name
+from .texts import read_layout
+from .worker import Worker
+from .writer import FRESH_SECONDS, Offer, Writer
+
+__all__ = ["DiskCounters", "DiskTier", "Home", "Offer", "flush_at_exit"]
+
+logger = logging.getLogger("mlx_lm_kvcache_plugin")
+
+QUEUED_PATHS = 256
+REMEMBERED_TOKENS = 4096
+"""Records whose tokens are remembered, a kilobyte each: files never change."""
+
+CLOSING_SECONDS = 5.0
+PAUSE_SECONDS = 60.0
+
+_OUR_OWN_SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What says nothing about the file that could not be opened."""
+
+T = TypeVar("T")
+
+
+class DiskTier:
+    """Records on disk: read by any thread, written by one thread of its own.
+
+    Args:
+        folder: made if it is not there; several processes may share it.
+        limit_bytes: of all files in it, whoever wrote them.
+        disk_usage: asks for the disk's size and free room.
+        pause_seconds: how long nothing is written after the disk has refused.
+        queued_paths: how many paths may wait to be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limit_bytes: int,
+        *,
+        disk_usage: Callable[[str], DiskUsage] = shutil.disk_usage,
+        pause_seconds: float = PAUSE_SECONDS,
+        queued_paths: int = QUEUED_PATHS,
+    ) -> None:
+        self.counters = DiskCounters()
+        self._folder = Folder(folder)
+        self._limit = Limit(self._folder.root, limit_bytes, self.counters, disk_usage)
+        self._writer = Writer(self._folder, self._limit, self.counters, pause_seconds)
+        self._tokens = lru_cache(REMEMBERED_TOKENS)(self._read_tokens)
+        try:
+            os.makedirs(self._folder.root, 0o700, exist_ok=True)
+        except OSError as error:
+            self._writer.pause(error)
+        self._worker = Worker("kvcache-disk", queued_paths)
+        weakref.finalize(self, self._worker.retire).atexit = False
+        self._queue(self._limit.enforce)
+        _tiers.add(self)
+
+    @property
+    def used_bytes(self) -> int:
+        """What all files of ours have, as far as this process knows."""
+        return self._limit.used_bytes
+
+    def layouts(self, home: Home) -> dict[bytes, str]:
+        """The texts of the layouts that a namespace's records have, by their digests."""
+        found: dict[bytes, str] = {}
+        for path in self._folder.layouts(home):
+            layout = self._examine(path, partial(read_layout, os.path.basename(path)))
+            if layout:
+                found[layout[0]] = layout[1]
+        return found
+
+    def children(self, home: Home, parent: bytes) -> list[Name]:
+        """What lies below a block, or at the beginning; the last one used first."""
+        return self._folder.children(home, parent)
+
+    def has(self, home: Home, name: Name) -> bool:
+        """Whether a file of that name is there; what is in it shows when it is read."""
+        try:
+            status = os.lstat(self._folder.record(home, name))
+        except OSError:
+            return False
+        return stat.S_ISREG(status.st_mode)
+
+    def tokens_of(self, home: Home, name: Name) -> bytes | None:
+        """A record's tokens, from the head of its file; they have the key of its name.
+
+        They are remembered, so the file may be gone by now.
+        """
+        try:
+            return self._tokens(home.namespace, name)
+        except LookupError:
+            return None
+
+    def read(self, home: Home, name: Name) -> Record | None:
+        """A record that is whole and what its name says, or None; notes that it was used."""
+
+        def look(file: BinaryIO) -> tuple[Record, int]:
+            data = file.read()
+            record = decode(name, data)
+            _note_use(file)
+            return record, len(data)
+
+        found = self._examine(self._folder.record(home, name), look)
+        if found is None:
+            return None
+        self.counters.files_read += 1
+        self.counters.bytes_read += found[1]
+        return found[0]
+
+    def offer(self, home: Home, layout_text: str, offers: Sequence[Offer]) -> bool:
+        """Have a path written, as far as it is not there; never waits.
+
+        Args:
+            layout_text: the layout of all its records.
+            offers: of one path, parents first.
+
+        Returns:
+            Whether it was queued: not if the queue is full or the writer pauses.
+        """
+        return self._queue(partial(self._writer.store, home, layout_text, list(offers)))
+
+    def forget(self, home: Home, names: Sequence[Name]) -> None:
+        """Have records deleted; never waits."""
+        self._queue(partial(self._writer.forget, home, list(names)))
+
+    def flush(self, seconds: float = CLOSING_SECONDS) -> bool:
+        """Wait until all that was queued is written; False if the time was too short."""
+        return self._worker.flush(seconds)
+
+    def close(self) -> None:
+        """Flush, but not for ever, and take nothing more to write; reading still works."""
+        self._worker.close(CLOSING_SECONDS)
+
+    def _abandon(self) -> None:
+        self._worker.abandon()
+
+    def _queue(self, job: Callable[[], None]) -> bool:
+        if not self._writer.is_quiet and self._worker.put(partial(self._writer.attempt, job)):
+            return True
+        self.counters.skipped += 1
+        return False
+
+    def _read_tokens(self, namespace: bytes, name: Name) -> bytes:
+        path = self._folder.record(Home(namespace, {}), name)
+        tokens = self._examine(path, partial(read_tokens, name))
+        if tokens is None:
+            raise LookupError  # and so it is not remembered
+        return tokens
+
+    def _examine(self, path: str, look: Callable[[BinaryIO], T]) -> T | None:
+        """What `look` makes of a file; None if it is not there, or broken and set aside now."""
+        cause: Exception
+        try:
+            with open_file(path) as file:
+                return look(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, MemoryError) as error:
+            if isinstance(error, MemoryError) or error.errno in _OUR_OWN_SHORTAGE:
+                self.counters.errors += 1
+                return None
+            cause = error
+        except BrokenFile as error:
+            cause = error
+        self._set_aside(path, cause)
+        return None
+
+    def _set_aside(self, path: str, cause: Exception) -> None:
+        if not self._folder.quarantine(path):
+            self.counters.errors += 1
+            return
+        level = logging.DEBUG if self.counters.quarantined else logging.WARNING
+        self.counters.quarantined += 1
+        logger.log(level, "%s went into quarantine, and is a miss: %s", path, cause)
+
+
+def _note_use(file: BinaryIO) -> None:
+    """Set a file's time, unless it was set just now."""
+    with suppress(OSError):  # on a read-only disk nothing is evicted either
+        if os.fstat(file.fileno()).st_mtime < time.time() - FRESH_SECONDS:
+            os.utime(file.fileno())
+
+
+_tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child has the tier, but not its thread."""
+    for tier in list(_tiers):
+        tier._abandon()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

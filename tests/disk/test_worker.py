@@ -1,0 +1,155 @@
+"""The queue: who adds never waits, and who flushes does not wait for ever."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlx_lm_kvcache_plugin.disk.files import Record
+from mlx_lm_kvcache_plugin.disk.tier import DiskTier, Offer
+from mlx_lm_kvcache_plugin.disk.worker import Worker
+from tests.disk.records import (
+    HOME,
+    LAYOUT,
+    Disk,
+    make_record,
+    names_of,
+    offers_of,
+    open_tier,
+    put,
+    stored,
+)
+
+
+@contextmanager
+def held_up(tier: DiskTier) -> Iterator[None]:
+    """A record whose making takes until the block is left."""
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def make() -> Record | None:
+        begun.set()
+        may_go_on.wait(10)
+        return None
+
+    tier.offer(HOME, LAYOUT, [Offer(names_of("..")[0], make)])
+    assert begun.wait(10)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+
+
+def test_a_full_queue_skips_and_never_blocks(tmp_path: Path) -> None:
+    """Counted; what was queued before is written; afterwards there is room again."""
+    with open_tier(tmp_path, queued_paths=3) as tier:
+        with held_up(tier):
+            begun = time.perf_counter()
+            letters = [chr(97 + number) * 2 for number in range(10)]
+            queued = [tier.offer(HOME, LAYOUT, offers_of(each)) for each in letters]
+            assert time.perf_counter() - begun < 1
+        assert queued == [True] * 3 + [False] * 7
+        assert tier.counters.skipped == 7
+        assert tier.flush(60)
+        assert "".join(stored(tier, each) for each in letters) == "aabbcc" + "." * 14
+        assert put(tier, "zz")
+
+
+def test_flushing_takes_no_longer_than_allowed(tmp_path: Path) -> None:
+    """False if the time was too short; true when all is written."""
+    with open_tier(tmp_path) as tier:
+        with held_up(tier):
+            tier.offer(HOME, LAYOUT, offers_of("ab"))
+            begun = time.perf_counter()
+            assert not tier.flush(0.1)
+            assert 0.09 < time.perf_counter() - begun < 2
+        assert tier.flush(60)
+        assert stored(tier, "ab") == "ab"
+
+
+def test_a_closed_tier_reads_but_does_not_write(tmp_path: Path) -> None:
+    """What was queued is written first; closing twice is closing once; its thread is gone."""
+    with open_tier(tmp_path) as tier:
+        tier.offer(HOME, LAYOUT, offers_of("ab"))
+        tier.close()
+        tier.close()
+        assert not tier.offer(HOME, LAYOUT, offers_of("cd"))
+        tier.forget(HOME, names_of("ab"))
+        assert tier.flush(60)
+        assert stored(tier, "ab") == "ab"
+        assert tier.read(HOME, names_of("ab")[0])
+    assert not any(thread.name == "kvcache-disk" for thread in settled_threads())
+
+
+def settled_threads() -> list[threading.Thread]:
+    """Those that are left once the ones that were told to end have had time to."""
+    for _ in range(1000):
+        if not any(thread.name == "kvcache-disk" for thread in threading.enumerate()):
+            break
+        time.sleep(0.01)
+    return threading.enumerate()
+
+
+def test_a_tier_that_nobody_holds_takes_its_thread_along(tmp_path: Path) -> None:
+    """But not before what was queued is written."""
+    tier = DiskTier(tmp_path, 1 << 20, disk_usage=lambda _: Disk())
+    tier.offer(HOME, LAYOUT, offers_of("ab"))
+    gone = weakref.ref(tier)
+    del tier
+    gc.collect()
+    assert gone() is None
+    assert not any(thread.name == "kvcache-disk" for thread in settled_threads())
+    with open_tier(tmp_path) as tier:
+        assert stored(tier, "ab") == "ab"
+
+
+def test_the_queue_holds_nothing_that_it_has_done() -> None:
+    """Not even while it waits for the next job."""
+
+    class Thing:
+        def __call__(self) -> None: ...
+
+    worker = Worker("test", 5)
+    thing = Thing()
+    gone = weakref.ref(thing)
+    worker.put(thing)
+    del thing
+    assert worker.flush(5)
+    for _ in range(1000):  # the thread's frame ends just after the flush
+        if gone() is None:
+            break
+        time.sleep(0.01)
+    assert gone() is None
+    worker.close(1)
+
+
+def test_many_threads_may_read_and_offer_at_once(tmp_path: Path) -> None:
+    """No error, and nothing but whole records."""
+    failures: list[BaseException] = []
+
+    def use(number: int) -> None:
+        try:
+            for turn in range(15):
+                letters = chr(97 + (number + turn) % 5) * 4
+                tier.offer(HOME, LAYOUT, offers_of(letters))
+                for name in names_of(letters):
+                    tokens = tier.tokens_of(HOME, name)
+                    assert tokens in (None, make_record(letters[:2]).tokens)
+                    tier.read(HOME, name)
+                    tier.children(HOME, name.parent)
+        except BaseException as error:
+            failures.append(error)
+
+    with open_tier(tmp_path) as tier:
+        threads = [threading.Thread(target=use, args=[number]) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert tier.flush(60)
+        assert failures == []
+        assert (tier.counters.errors, tier.counters.quarantined) == (0, 0)
