@@ -41,7 +41,7 @@ _PUBLIC = {
 }
 """Public names and the modules that they are taken from when first used."""
 
-PATCHED_MODULES = ("mlx_lm.server",)
+PATCHED_MODULES = ("mlx_lm.generate", "mlx_lm.cache_prompt", "mlx_lm.server")
 
 DISABLE_VARIABLE = "MLX_LM_KVCACHE_PLUGIN_DISABLE"
 

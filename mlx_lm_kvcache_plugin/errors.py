@@ -3,6 +3,7 @@
 KVCachePluginError
 ├── SettingsError (a ValueError too)   a flag, variable or argument has a value of no use
 ├── PatchRefused                       upstream does not have the shape that a patch needs
+├── PromptFileError                    a quantized prompt-cache file cannot be written or read
 ├── CodecError (a ValueError too)      a codec is unknown or was registered twice
 └── LayerKindError (a ValueError too)  a layer kind is none or was registered twice
 """
@@ -18,6 +19,10 @@ class SettingsError(KVCachePluginError, ValueError):
 
 class PatchRefused(KVCachePluginError):
     """Upstream does not look as expected, so nothing was changed; the message says what differs."""
+
+
+class PromptFileError(KVCachePluginError):
+    """A quantized prompt-cache file cannot be written or read."""
 
 
 class CodecError(KVCachePluginError, ValueError):

@@ -45,6 +45,19 @@ class Insert:
 
 
 @dataclass(frozen=True, slots=True)
+class Restore:
+    """What a prompt begins with was read from disk; a hit of the request follows.
+
+    Attributes:
+        tokens: how many it stands for.
+        seconds: for reading and checking it.
+    """
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Evict:
     """Blocks were given up.
 
@@ -63,7 +76,7 @@ class Error:
     """Something of ours failed, and the request went on without it.
 
     Attributes:
-        operation: "fetch", "insert", ...
+        operation: "fetch", "insert", "restore", ...
         cause: the exception, as text.
     """
 
@@ -71,7 +84,7 @@ class Error:
     cause: str
 
 
-Event = Hit | Miss | Insert | Evict | Error
+Event = Hit | Miss | Insert | Restore | Evict | Error
 
 
 @dataclass(slots=True)
@@ -84,6 +97,7 @@ class Counters:
     hit_tokens: int = 0
     inserts: int = 0
     stored_tokens: int = 0
+    restored_tokens: int = 0
     evicted_blocks: int = 0
     evicted_bytes: int = 0
     errors: int = 0
@@ -101,6 +115,8 @@ class Counters:
             case Insert():
                 self.inserts += 1
                 self.stored_tokens += event.new_tokens
+            case Restore():
+                self.restored_tokens += event.tokens
             case Evict():
                 self.evicted_blocks += event.blocks
                 self.evicted_bytes += event.nbytes

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
+from .codecs.base import Array as HostArray
 from .codecs.packing import Tensor, TensorSpec
 from .codecs.windows import WindowTensor
 from .errors import LayerKindError
@@ -88,6 +89,10 @@ class LayerKinds:
         """The kind of a class; None for one that nobody knows."""
         return self._kinds.get(cache_class)
 
+    def classes(self) -> list[type]:
+        """All classes that have a kind, in the order of registration."""
+        return list(self._kinds)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -129,6 +134,22 @@ class Frozen(Protocol):
 
     def restore(self) -> list[Any]:
         """The states as new objects, evaluated."""
+
+
+class Portable(Protocol):
+    """What of a model's layers is no array, as text and plain data, for files."""
+
+    def layout_to(self, layout: Layout) -> str | None:
+        """A layout as text, the same for the same layout; None if it has no such form."""
+
+    def layout_from(self, text: str) -> Layout:
+        """Undo `layout_to`; raises LayerKindError for what nobody here knows."""
+
+    def states_to(self, states: Frozen) -> tuple[Any, list[HostArray]] | None:
+        """States as what JSON holds, and the arrays in it; None if they have no such form."""
+
+    def states_from(self, plain: Any, arrays: Sequence[HostArray]) -> Frozen:
+        """Undo `states_to`; raises LayerKindError for what nobody here knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,8 +18,10 @@ import numpy as np
 from .codecs.packing import Payload
 from .codecs.registry import CodecRegistry
 from .codecs.sequence import SequencePackers
+from .disk.tier import DiskTier
 from .events import Counters, Event, Evict, Hit, Insert, Miss
-from .layers import Fetched, Layers
+from .layers import Fetched, Layers, Portable
+from .offload import Offload
 from .settings import Settings
 from .spaces import Space, Spaces
 from .store.blocks import Block, Tokens, before_image
@@ -60,6 +62,7 @@ class PrefixCache:
         settings: codec, bits and group size.
         registry: where the codec is found.
         budget: what may be held.
+        tier: where everything is kept on disk too; None for memory alone.
         emit: is told of every event.
         max_sequences: how many sequences may be held; None for any number.
         block_tokens: tokens of a block.
@@ -76,6 +79,7 @@ class PrefixCache:
         registry: CodecRegistry,
         budget: Budget,
         *,
+        tier: DiskTier | None = None,
         emit: Callable[[Event], None] = lambda event: None,
         max_sequences: int | None = None,
         block_tokens: int = BLOCK_TOKENS,
@@ -88,6 +92,29 @@ class PrefixCache:
         self.packers = SequencePackers(settings, registry)
         self._emit = emit
         self._spaces = Spaces(self.tree, self.packers)
+        self._offload: Offload | None = None
+        if tier is not None:
+            self._offload = Offload(tier, self.tree, self._spaces, settings, self.record)
+
+    def attach(
+        self,
+        namespace: Hashable,
+        fingerprint: bytes,
+        about: Mapping[str, str],
+        portable: Portable,
+    ) -> None:
+        """Say which model a namespace stands for. Without it, it has no place on disk.
+
+        Args:
+            fingerprint: of all that its numbers depend on. If it is another than before, what is
+                stored of the namespace goes.
+            about: words for people who look into the folder.
+            portable: the model's layouts and states, as files can hold them.
+        """
+        with self._reporting_evictions():
+            self._spaces.identify(namespace, fingerprint)
+        if self._offload is not None:
+            self._offload.attach(namespace, fingerprint, about, portable)
 
     # Fetching
 
@@ -104,9 +131,12 @@ class PrefixCache:
         ids = np.array(tokens, np.int64)
         longest = len(ids) - 1 if most is None else min(most, len(ids) - 1)
         wanted = ids[: before_image(ids, longest)]
+        if self._offload is not None and len(wanted):
+            with self._reporting_evictions():
+                keep_within(self.tree, self.budget)
+                self._offload.restore(namespace, wanted)
         found = [self._match(space, wanted) for space in self._spaces.of(namespace)]
-        longest_first = sorted(filter(None, found), key=lambda prefix: -prefix.tokens)
-        return longest_first[0] if longest_first else None
+        return max(filter(None, found), key=lambda prefix: prefix.tokens, default=None)
 
     def _match(self, space: Space, wanted: Tokens) -> Prefix | None:
         if space.layout.needs_checkpoint:
@@ -195,9 +225,12 @@ class PrefixCache:
                 return
             others = [other for other in self._spaces.of(namespace) if other is not space]
             insertion = Writer(self.tree, self.budget, space, others, layers).write(ids, label)
+            needless = []
             if self._is_checkpoint(insertion.tip):
-                thin(self.tree, space, ids, insertion.tip)
+                needless = thin(self.tree, space, ids, insertion.tip)
             self._settle()
+        if self._offload is not None:
+            self._offload.store(space, insertion.tip, needless)
         stored_tokens = insertion.stored_tokens
         if layers.layout.needs_checkpoint and not self._is_checkpoint(insertion.tip):
             stored_tokens = 0  # the way to another checkpoint is not this one's

@@ -10,16 +10,21 @@ from .codecs.windows import WindowPacker
 from .layers import Layout
 from .store.tree import BlockTree, Cause
 
+MOST_NAMESPACES = 64
+"""More models are not remembered: a script that trains one shows a new one at every step."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Space:
     """The sequences of one namespace that have one layout; the tree keeps them below one root.
 
     Attributes:
+        namespace: whose they are.
         rows: encodes what lives in blocks.
         windows: encodes what lives at checkpoints.
     """
 
+    namespace: Hashable
     layout: Layout
     rows: SequencePacker
     windows: WindowPacker
@@ -37,6 +42,7 @@ class Spaces:
         self._tree = tree
         self._packers = packers
         self._spaces: dict[Hashable, list[Space]] = {}
+        self._fingerprints: dict[Hashable, bytes] = {}
 
     def of(self, namespace: Hashable) -> list[Space]:
         """The spaces of a namespace."""
@@ -51,17 +57,35 @@ class Spaces:
         found = next((space for space in known if space.layout == layout), None)
         if found is not None:
             return found
-        if any(not space.layout.is_of_same_model(layout) for space in known):
-            for space in known:
-                self._tree.drop(space, Cause.REPLACED)
+        if not self.fits(namespace, layout):
+            self._drop(namespace)
         self._forget_the_empty()
         found = Space(
+            namespace,
             layout,
             self._packers.for_specs(layout.rows),
             self._packers.for_windows(layout.windows),
         )
         self._spaces.setdefault(namespace, []).append(found)
         return found
+
+    def fits(self, namespace: Hashable, layout: Layout) -> bool:
+        """Whether a layout is of the same model as what is stored of a namespace."""
+        return all(space.layout.is_of_same_model(layout) for space in self.of(namespace))
+
+    def identify(self, namespace: Hashable, fingerprint: bytes) -> None:
+        """Say what a namespace stands for; what is stored of it goes if it was something else."""
+        if self._fingerprints.pop(namespace, fingerprint) != fingerprint:
+            self._drop(namespace)
+        self._fingerprints[namespace] = fingerprint  # as the last one
+        if len(self._fingerprints) > MOST_NAMESPACES:
+            oldest = next(iter(self._fingerprints))
+            del self._fingerprints[oldest]
+            self._drop(oldest)
+
+    def _drop(self, namespace: Hashable) -> None:
+        for space in self._spaces.pop(namespace, []):
+            self._tree.drop(space, Cause.REPLACED)
 
     def _forget_the_empty(self) -> None:
         for namespace, spaces in list(self._spaces.items()):

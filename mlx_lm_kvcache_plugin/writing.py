@@ -19,7 +19,7 @@ BLOCKS_AT_ONCE = 16
 """How many blocks are encoded in one go: few calls, and little that is not yet counted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Checkpoint:
     """What belongs to one position: the windows and the states of all layers that have one."""
 

@@ -17,7 +17,7 @@ PACKAGE = plugin.__name__
 FOLDER = Path(plugin.__file__).parent
 FILES = sorted(path for path in FOLDER.rglob("*.py") if "__pycache__" not in path.parts)
 
-LEAVES = {"settings", "errors", "events"}
+LEAVES = {"settings", "options", "errors", "events"}
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,20 @@ def room(ours: set[str] | None = None, others: str = "") -> Room:
 
 HOUSE = {
     "__init__": room({"patches"}),
-    "__main__": room({"__init__", "doctor"}),
+    "__main__": room({"__init__", "doctor", "disk"}),
     "doctor": room({"__init__", "patches", "plugins"} | LEAVES),
     "patches": room(
-        {"prefix_cache", "layers", "store", "codecs", "plugins", "hookspecs"} | LEAVES,
+        {"prefix_cache", "spaces", "layers", "store", "codecs", "disk", "plugins", "hookspecs"}
+        | LEAVES,
         "mlx mlx_lm numpy",
     ),
     "prefix_cache": room(
-        {"spaces", "writing", "layers", "store", "codecs", "disk", "plugins"} | LEAVES, "numpy"
+        {"spaces", "writing", "offload", "layers", "store", "codecs", "disk"} | LEAVES, "numpy"
     ),
+    "offload": room(
+        {"restoring", "spaces", "writing", "layers", "store", "codecs", "disk"} | LEAVES
+    ),
+    "restoring": room({"spaces", "writing", "layers", "store", "codecs", "disk"}, "numpy"),
     "writing": room({"spaces", "layers", "store", "codecs"}),
     "spaces": room({"layers", "store", "codecs"}),
     "layers": room({"codecs", "errors"}, "mlx"),
@@ -55,8 +60,9 @@ HOUSE = {
     "hookspecs": room(others="pluggy"),
     "store": room(LEAVES, "numpy psutil"),
     "codecs": room(LEAVES, "mlx numpy"),
-    "disk": room(LEAVES, "numpy"),
-    "settings": room({"errors"}),
+    "disk": room(LEAVES, "numpy safetensors tqdm"),
+    "settings": room({"options", "errors"}),
+    "options": room({"errors"}),
     "errors": room(),
     "events": room(),
     "startup": room(others="setuptools"),
@@ -136,7 +142,7 @@ def test_the_whole_package_is_looked_at() -> None:
     found = {item.name for item in imports(FOLDER / "plugins.py")}
     assert {f"{PACKAGE}.hookspecs", f"{PACKAGE}.codecs.registry", "pluggy", "os"} <= found
     found = {item.name for item in imports(FOLDER / "patches" / "arguments.py")}
-    assert {f"{PACKAGE}.patches", f"{PACKAGE}.errors", f"{PACKAGE}.settings"} <= found
+    assert {f"{PACKAGE}.patches", f"{PACKAGE}.errors", f"{PACKAGE}.options"} <= found
 
 
 @every_file

@@ -29,6 +29,7 @@ def test_a_sound_installation_is_said_to_be_sound() -> None:
         "ok   mlx-lm: ",
         "ok   start-up files: ",
         "ok   import hook: armed",
+        "ok   mlx_lm.generate: patched",
         "ok   mlx_lm.server: patched",
         "ok   plugins: built-in codecs, built-in flags, built-in layer kinds",
     ):

@@ -7,12 +7,22 @@ from typing import get_args
 
 import pytest
 
-from mlx_lm_kvcache_plugin.events import Counters, Error, Event, Evict, Hit, Insert, Miss
+from mlx_lm_kvcache_plugin.events import (
+    Counters,
+    Error,
+    Event,
+    Evict,
+    Hit,
+    Insert,
+    Miss,
+    Restore,
+)
 
 EXAMPLES: dict[type[Event], tuple[Event, dict[str, int]]] = {
     Hit: (Hit(100, 60, 0.5), {"hits": 1, "prompt_tokens": 100, "hit_tokens": 60}),
     Miss: (Miss(70), {"misses": 1, "prompt_tokens": 70}),
     Insert: (Insert(50, 40, 30, 0.5), {"inserts": 1, "stored_tokens": 30}),
+    Restore: (Restore(80, 0.5), {"restored_tokens": 80}),
     Evict: (Evict(3, 9000, "memory"), {"evicted_blocks": 3, "evicted_bytes": 9000}),
     Error: (Error("fetch", "a reason"), {"errors": 1}),
 }
@@ -49,6 +59,7 @@ def test_counters_are_sums() -> None:
         "hit_tokens": 120,
         "inserts": 2,
         "stored_tokens": 60,
+        "restored_tokens": 160,
         "evicted_blocks": 6,
         "evicted_bytes": 18000,
         "errors": 2,

@@ -53,7 +53,15 @@ class Payload:
         nbytes: everything this object holds, its Python objects included.
     """
 
-    __slots__ = ("encodings", "exceptions", "groups", "is_near_exact", "nbytes", "tokens")
+    __slots__ = (
+        "__weakref__",
+        "encodings",
+        "exceptions",
+        "groups",
+        "is_near_exact",
+        "nbytes",
+        "tokens",
+    )
 
     def __init__(
         self,

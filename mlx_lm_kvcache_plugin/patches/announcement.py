@@ -21,7 +21,7 @@ RAW = "full precision"
 def announcement(
     cache: PrefixCache, kinds: LayerKinds, model: Any, draft_model: Any | None = None
 ) -> str:
-    """Codec, bits, group size, block size, what happens to the layers, and the limit."""
+    """Codec, bits, group size, block size, what happens to the layers, and the limits."""
     settings = cache.settings
     codec = f"codec {settings.codec}"
     if settings.codec != RawCodec.name:
@@ -33,9 +33,11 @@ def announcement(
         layers = describe_layers(cache, caches, kinds)
     except Exception as error:  # a model that wants more than tokens: wait for its first request
         layers = f"its layers cannot be told beforehand ({type(error).__name__}: {error})"
+    folder = settings.disk_folder
+    disk = "" if folder is None else f"; on disk in {folder}, limit {settings.disk_mb:,} MB"
     return (
         f"prefix cache: {codec}, blocks of {cache.tree.block_tokens} tokens; {layers}; "
-        f"{cache.budget.describe(cache.tree.used_bytes)}"
+        f"{cache.budget.describe(cache.tree.used_bytes)}{disk}"
     )
 
 

@@ -155,7 +155,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class _Empty:
+class Empty:
     """A cache object that nothing was written to, to be had anew."""
 
     cache_class: type
@@ -168,10 +168,10 @@ class Unused:
     name = "unused"
 
     def take(self, cache: Any) -> Layer[Any]:
-        return Layer(_Empty(type(cache), Snapshot([cache])))
+        return Layer(Empty(type(cache), Snapshot.of([cache])))
 
     def restore(self, layer: Layer[mx.array], tokens: int) -> Any:
-        assert isinstance(layer.fixed, _Empty)
+        assert isinstance(layer.fixed, Empty)
         return layer.fixed.snapshot.restore()[0]
 
 

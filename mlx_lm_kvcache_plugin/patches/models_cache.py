@@ -19,7 +19,7 @@ LayerCaches = list[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaf:
+class Leaf:
     """How one cache object is put together again.
 
     Attributes:
@@ -36,11 +36,15 @@ class _Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class _Nested:
+class Nested:
     """A list of cache objects, or upstream's `CacheList`."""
 
     container: type
     members: tuple[Any, ...]
+
+
+CONTAINERS: tuple[type, ...] = (CacheList, list, tuple)
+"""Which containers a nested one may be."""
 
 
 def leaves_of(caches: Sequence[Any]) -> Iterator[Any]:
@@ -143,7 +147,7 @@ def _layers(
     caches: LayerCaches, taken: Taken, tokens: int, stored: Mapping[Place, Tensor]
 ) -> Layers:
     leaves = [
-        _Leaf(
+        Leaf(
             kind,
             layer.fixed,
             tuple(None if (number, j) in stored else t.spec for j, t in enumerate(layer.rows)),
@@ -163,7 +167,7 @@ def _layers(
     )
     state_bytes = sum(map(_nbytes, states))
     rows = list(stored.values())
-    return Layers(layout, tokens, rows, windows, state_bytes, lambda: Snapshot(states))
+    return Layers(layout, tokens, rows, windows, state_bytes, lambda: Snapshot.of(states))
 
 
 def _nbytes(cache: Any) -> int:
@@ -174,12 +178,12 @@ def _nbytes(cache: Any) -> int:
         return 0
 
 
-def _form(caches: Sequence[Any], leaves: Iterator[_Leaf]) -> tuple[Any, ...]:
+def _form(caches: Sequence[Any], leaves: Iterator[Leaf]) -> tuple[Any, ...]:
     """The nesting of the caches, with leaves for cache objects."""
     return tuple(
         next(leaves)
         if (inner := _members(cache)) is None
-        else _Nested(type(cache), _form(inner, leaves))
+        else Nested(type(cache), _form(inner, leaves))
         for cache in caches
     )
 
@@ -223,8 +227,8 @@ class _Parts:
         self._windows = iter(fetched.windows)
         self._states = iter(fetched.states)
 
-    def build(self, entry: _Leaf | _Nested) -> Any:
-        if isinstance(entry, _Nested):
+    def build(self, entry: Leaf | Nested) -> Any:
+        if isinstance(entry, Nested):
             members = map(self.build, entry.members)
             if entry.container is CacheList:
                 return CacheList(*members)  # type: ignore[no-untyped-call]

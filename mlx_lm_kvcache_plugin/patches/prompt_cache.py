@@ -10,6 +10,7 @@ from typing import Any
 from ..events import Error
 from ..layers import LayerKinds
 from ..prefix_cache import Prefix, PrefixCache
+from ..spaces import MOST_NAMESPACES
 from ..store.thinning import GENERATED, PROMPT, SYSTEM, USER
 from .models_cache import LayerCaches, Written, is_trimmable, put_together, take_apart
 from .ranks import Ranks
@@ -32,13 +33,13 @@ class PrefixPromptCache:
         ranks: the processes that have to reuse alike.
 
     Attributes:
-        cache, ranks: as they were given.
+        cache, kinds, ranks: as they were given.
         fetched: the model and the tokens that were fetched for last, and how many were a hit.
     """
 
     def __init__(self, cache: PrefixCache | None, kinds: LayerKinds, ranks: Ranks) -> None:
         self.cache = cache
-        self._kinds = kinds
+        self.kinds = kinds
         self.ranks = ranks
         self._logged: set[tuple[str, str]] = set()
         self._written: dict[Any, Written] = {}
@@ -93,8 +94,10 @@ class PrefixPromptCache:
     ) -> None:
         if _has_draft(model) and not is_trimmable(prompt_cache):
             return
+        if len(self._written) > MOST_NAMESPACES:
+            self._written.clear()
         written = self._written.setdefault(model, set())
-        layers = take_apart(prompt_cache, len(tokens), self._kinds, written=written)
+        layers = take_apart(prompt_cache, len(tokens), self.kinds, written=written)
         if layers is not None:
             cache.insert(model, tokens[: layers.tokens], layers, cache_type)
 

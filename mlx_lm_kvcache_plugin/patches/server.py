@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
-from ..errors import KVCachePluginError
 from ..plugins import plugins
 from ..settings import Settings
 from . import shape
-from .arguments import argparse_namespace
-from .flags import BuiltInFlags
+from .flags import BuiltInFlags, CommandPatch
 from .layer_kinds import BuiltInLayerKinds
 from .serving import Serving, bound
-
-COMMAND = "server"
 
 REBOUND = (
     "LRUPromptCache",
@@ -68,47 +63,17 @@ def check_shape(module: ModuleType) -> None:
     shape.require_use(module.ResponseGenerator._generate, ["BatchGenerator"])
 
 
-class ServerPatch:
-    """The flags of the server, and what switches it over to our classes.
+class ServerPatch(CommandPatch):
+    """The flags of the server, and what switches it over to our classes."""
 
-    Args:
-        module: upstream's, freshly executed.
-    """
+    command: ClassVar[str] = "server"
+    mark_defaults: ClassVar[frozenset[str]] = frozenset({"prompt_cache_size"})
 
     def __init__(self, module: ModuleType) -> None:
-        self._module = module
-        self._stock = {name: getattr(module, name) for name in REBOUND}
+        super().__init__(module, REBOUND)
 
-    def apply(self) -> None:
-        """Add the flags; switch on at once if a variable asks for it."""
-        self._module.argparse = argparse_namespace(  # type: ignore[attr-defined]
-            COMMAND,
-            add=self._add_arguments,
-            configure=self._configure,
-            mark_defaults=frozenset({"prompt_cache_size"}),
-        )
-        if Settings.is_requested(os.environ):
-            self._switch_on(None)
-
-    def _add_arguments(self, group: Any) -> None:
-        plugins().call("kvcache_add_arguments", group=group, command=COMMAND)
-        plugins().require(BuiltInFlags.NAME)  # without them the group is taken back
-
-    def _configure(self, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-        plugins().call("kvcache_configure", args=args, command=COMMAND, parser=parser)
-        try:
-            plugins().require(BuiltInFlags.NAME)
-        except KVCachePluginError as error:
-            parser.error(str(error))  # never the stock cache for someone who asked for ours
-        settings: Settings | None = getattr(args, "kv_cache_settings", None)
-        if settings is not None and settings.requested:
-            self._switch_on(settings, getattr(args, "prompt_cache_bytes", None))
-        else:
-            self._switch_off()
-
-    def _switch_on(self, settings: Settings | None, prompt_cache_bytes: int | None = None) -> None:
-        """Bind our classes; without settings, a cache reads the environment when it is made."""
-        vars(self._module).update(bound(Serving(settings, prompt_cache_bytes), self._stock))
-
-    def _switch_off(self) -> None:
-        vars(self._module).update(self._stock)
+    def bindings(
+        self, settings: Settings | None, args: argparse.Namespace | None
+    ) -> dict[str, Any]:
+        """Our classes; without settings, a cache reads the environment when it is made."""
+        return bound(Serving(settings, getattr(args, "prompt_cache_bytes", None)), self.stock)

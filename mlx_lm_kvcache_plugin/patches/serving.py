@@ -8,13 +8,10 @@ import os
 import weakref
 from typing import Any
 
-import mlx.core as mx
-
 from ..layers import LayerKinds
 from ..plugins import plugins
 from ..prefix_cache import PrefixCache
-from ..settings import MIB, Settings
-from ..store.budget import Budget
+from ..settings import Settings
 from ..store.thinning import USER
 from .announcement import announcement
 from .arguments import StockDefault
@@ -26,6 +23,7 @@ from .checkpoints import (
     start_of_thinking,
 )
 from .models_cache import empty_caches, needs_checkpoints
+from .opening import attach, identify, open_cache
 from .prompt_cache import PrefixPromptCache
 from .ranks import Ranks
 
@@ -33,6 +31,9 @@ logger = logging.getLogger("mlx_lm_kvcache_plugin")
 
 NO_LIMIT = 1 << 63
 """Upstream's default of `LRUPromptCache(max_bytes=)`."""
+
+LIVE_QUANTIZATION = ("kv_bits", "kv_group_size", "quantized_kv_start")
+"""Stock's flags for the caches that it decodes with: what is stored has gone through that."""
 
 FURTHEST = 1 << 30
 """More tokens than any prompt has."""
@@ -70,18 +71,10 @@ class Serving:
         self._checkpoint_tokens = settings.checkpoint_tokens
         if settings.disabled:
             return None
-        budget = Budget(
-            limit_bytes=None if settings.memory_mb is None else settings.memory_mb * MIB,
-            percent=settings.memory_percent,
+        return open_cache(
+            settings,
             ceiling=lambda: min(max_bytes, self._unclaimed_bytes()),
             ceiling_origin="--prompt-cache-bytes, less what is being decoded with",
-            relieve=mx.clear_cache,
-        )
-        return PrefixCache(
-            settings,
-            plugins().codecs(),
-            budget,
-            emit=_emit,
             max_sequences=None if isinstance(max_size, StockDefault) else max_size,
         )
 
@@ -104,6 +97,7 @@ class Serving:
         needs = False
         try:
             if face.cache is not None:
+                self._attach(face.cache, provider)
                 face.cache.prefer(provider.model_key)
                 needs = needs_checkpoints(empty_caches(provider.model), self.kinds)
         except Exception as error:
@@ -118,6 +112,25 @@ class Serving:
         every = self._checkpoint_tokens or FURTHEST
         self._checkpoint_tokens = face.ranks.agree(lambda most: min(every, most), FURTHEST)
         self._announce(face.cache, provider)
+
+    def _attach(self, cache: PrefixCache, provider: Any) -> None:
+        """Tell the cache which model goes by this key now; else it has no place on disk."""
+        try:
+            flags = getattr(provider, "cli_args", None)
+            quantization = tuple(getattr(flags, flag, None) for flag in LIVE_QUANTIZATION)
+            draft_model = getattr(provider, "draft_model", None)
+            attach(
+                cache,
+                provider.model_key,
+                identify(
+                    provider.model, None if quantization[0] is None else quantization, draft_model
+                ),
+                [model for model in (provider.model, draft_model) if model is not None],
+                self.kinds,
+                _name_of(provider.model_key, flags),
+            )
+        except Exception as error:
+            logger.warning("prefix cache: the model itself cannot be told: %r", error)
 
     def _announce(self, cache: PrefixCache | None, provider: Any) -> None:
         if cache is None:
@@ -164,6 +177,13 @@ class Serving:
         return {**options, "prompt_progress_callback": watch}
 
 
+def _name_of(model_key: Any, flags: Any) -> str:
+    """What the user calls a model, by upstream's key of it: model, adapter, draft model."""
+    model, adapter, *_ = model_key
+    name = getattr(flags, "model", None) if model in (None, "default_model") else model
+    return f"{name or ''}{f' with {adapter}' if adapter else ''}"
+
+
 def bound(serving: Serving, stock: dict[str, Any]) -> dict[str, Any]:
     """What the names of upstream's module are bound to while the plugin is on."""
     stock_provider: Any = stock["ModelProvider"]
@@ -197,7 +217,3 @@ def bound(serving: Serving, stock: dict[str, Any]) -> dict[str, Any]:
 
     bindings = (LRUPromptCache, ModelProvider, ResponseGenerator, BatchGenerator, stream_generate)
     return {binding.__name__: binding for binding in bindings}
-
-
-def _emit(event: Any) -> None:
-    plugins().call("kvcache_event", event=event)

@@ -139,3 +139,15 @@ def before_image(ids: Tokens, tokens: int) -> int:
         others = np.flatnonzero(ids[:tokens] != ids[tokens])
         return int(others[-1]) + 1 if len(others) else 0
     return max(0, tokens)
+
+
+def common_tokens(one: bytes, other: bytes) -> int:
+    """How many tokens two keys begin with alike."""
+    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -80,11 +80,16 @@ class Insertion:
         self._advance(child, count)
         return True
 
-    def add(self, count: int, payload: Sized | None) -> bool:
-        """Add a node for the next `count` tokens (0 for a checkpoint), if there is room."""
+    def add(self, count: int, payload: Sized | None, label: str | None = None) -> bool:
+        """Add a node for the next `count` tokens (0 for a checkpoint), if there is room.
+
+        Args:
+            label: if it has another than the sequence.
+        """
         key = self._next(count).tobytes()
         is_bearer = self._bears and count > 0
-        block = self._tree.add(self.tip, key, payload, self._label, is_bearer)
+        label = self._label if label is None else label
+        block = self._tree.add(self.tip, key, payload, label, is_bearer)
         if block is None:
             return False
         self._added.append(block)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 
-from .blocks import TOKEN_BYTES, Block, Tokens
+from .blocks import TOKEN_BYTES, Block, Tokens, common_tokens
 from .tree import BlockTree
 
 SYSTEM, USER, PROMPT, GENERATED = "system", "user", "prompt", "assistant"
@@ -29,23 +29,30 @@ Placed = tuple[Block, int]
 """A checkpoint and the position at which it stands."""
 
 
-def thin(tree: BlockTree, namespace: Hashable, tokens: Tokens, newest: Block) -> None:
+def thin(tree: BlockTree, namespace: Hashable, tokens: Tokens, newest: Block) -> list[Block]:
     """Take out what the newest checkpoint of a sequence makes needless.
 
     Args:
         namespace, tokens: the sequence, at whose end the newest checkpoint stands.
         newest: just added.
+
+    Returns:
+        The checkpoints that are gone; each still knows its path.
     """
+    needless: list[Block] = []
     way = _Way(tree, namespace, tokens)
     older = [placed for placed in tree.checkpoints(namespace, tokens) if placed[0] is not newest]
     # Behind a system prompt it may be another conversation that leaves.
     if newest.label != GENERATED and older and older[0][0].label != SYSTEM:
-        for checkpoint in way.abandoned(older[0][1]):
-            tree.remove(checkpoint)
+        needless = way.abandoned(older[0][1])
+        for node in needless:
+            tree.remove(node)
     kept = kept_of(older, len(tokens), tree.block_tokens)
     for (node, position), (_, following) in pairwise([*reversed(older), (newest, len(tokens))]):
         if node not in kept and not way.is_left_between(position, following):
             tree.remove(node)
+            needless.append(node)
+    return needless
 
 
 def kept_of(older: Sequence[Placed], end: int, step: int) -> set[Block]:
@@ -107,7 +114,7 @@ class _Way:
             rest = self._data[position * TOKEN_BYTES : (position + self._step) * TOKEN_BYTES]
             for key, child in self._parents[depth].children.items():
                 if not rest.startswith(key):
-                    yield child, position + _common_tokens(key, rest)
+                    yield child, position + common_tokens(key, rest)
 
 
 def _nodes_from(branch: Block) -> Iterator[Block]:
@@ -117,15 +124,3 @@ def _nodes_from(branch: Block) -> Iterator[Block]:
         node = waiting.pop()
         yield node
         waiting += node.children.values()
-
-
-def _common_tokens(one: bytes, other: bytes) -> int:
-    """How many tokens two keys begin with alike."""
-    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -188,6 +189,13 @@ def test_a_fixed_limit() -> None:
     budget = Budget(limit_bytes=123 << 20, probe=Machine().probe)
     line = announced(cache_for(budget, kv_cache_bits=8), Model(*ALIKE))
     assert line.endswith("; limit 128,974,848 bytes (a fixed limit)")
+
+
+def test_a_folder_is_named_with_its_own_limit() -> None:
+    cache = cache_for(kv_cache_dir=Path("kv"), kv_cache_disk_mb=2048)
+    text = announcement(cache, known_kinds(), Model((64, 64)))
+    assert text.endswith("; on disk in kv, limit 2,048 MB")
+    assert "disk" not in announcement(cache_for(kv_cache_bits=8), known_kinds(), Model((64, 64)))
 
 
 def test_a_share_is_resolved_once_the_model_is_there() -> None:

@@ -13,6 +13,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from mlx_lm_kvcache_plugin.hookspecs import hookimpl
+from mlx_lm_kvcache_plugin.options import MIB
 from mlx_lm_kvcache_plugin.patches import serving as serving_module
 from mlx_lm_kvcache_plugin.patches.arguments import StockDefault
 from mlx_lm_kvcache_plugin.patches.layer_kinds import BuiltInLayerKinds, TokenWise
@@ -21,7 +22,7 @@ from mlx_lm_kvcache_plugin.patches.ranks import Ranks
 from mlx_lm_kvcache_plugin.patches.server import REBOUND
 from mlx_lm_kvcache_plugin.patches.serving import FURTHEST, NO_LIMIT, Serving, bound
 from mlx_lm_kvcache_plugin.plugins import plugins
-from mlx_lm_kvcache_plugin.settings import MIB, Settings
+from mlx_lm_kvcache_plugin.settings import Settings
 from tests.patches import cache_objects as objects
 
 MODEL = ("model", None, None)
@@ -278,7 +279,10 @@ def test_a_model_whose_layers_cannot_be_told_serves_all_the_same(
     server.provider.model, server.provider.model_key = Broken([]), MODEL
     server.serving.model_loaded(server.provider)
     messages = [record.getMessage() for record in caplog.records]
-    assert messages == ["prefix cache: the model's layers cannot be told: RuntimeError('no idea')"]
+    assert messages == [
+        f"prefix cache: the model{what} cannot be told: RuntimeError('no idea')"
+        for what in (" itself", "'s layers")
+    ]
     assert server.segments([3000], ["assistant"])[2] == ["assistant"]
     del face
 

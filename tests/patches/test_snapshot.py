@@ -27,7 +27,7 @@ from tests.patches.cache_objects import (
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_snapshot_is_the_object_to_the_bit(kind: str) -> None:
     """Class, arrays, and whatever else is kept beside them, objects inside of objects too."""
-    (restored,) = Snapshot([KINDS[kind]()]).restore()
+    (restored,) = Snapshot.of([KINDS[kind]()]).restore()
     assert same(restored, KINDS[kind]())
 
 
@@ -35,7 +35,7 @@ def test_a_snapshot_is_the_object_to_the_bit(kind: str) -> None:
 def test_a_snapshot_is_independent(kind: str) -> None:
     """Of its source, which goes on, and of each object that was restored from it."""
     source = KINDS[kind]()
-    snapshot = Snapshot([source])
+    snapshot = Snapshot.of([source])
     for cache in (source, *snapshot.restore()):
         spoil(cache)
     (restored,) = snapshot.restore()
@@ -45,7 +45,7 @@ def test_a_snapshot_is_independent(kind: str) -> None:
 def test_what_is_changed_in_place_was_copied() -> None:
     """Lists and dicts of the source, and those of what was restored."""
     source = filled(LayerCache(), 4, 3)
-    snapshot = Snapshot([source])
+    snapshot = Snapshot.of([source])
     for cache in (source, *snapshot.restore()):
         cache.pending["groups"].append(4)
         cache.pending["more"] = 5
@@ -55,7 +55,7 @@ def test_what_is_changed_in_place_was_copied() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_restored_serves_any_thread(kind: str) -> None:
     """MLX can evaluate a lazy array on the thread alone that made it: none of them is lazy."""
-    snapshot = in_another_thread(lambda: Snapshot([KINDS[kind]()]))
+    snapshot = in_another_thread(lambda: Snapshot.of([KINDS[kind]()]))
     restored = in_another_thread(snapshot.restore)
     mx.eval([array + 0 for array in arrays_in(restored)])
     assert same(restored, [KINDS[kind]()])
@@ -71,7 +71,7 @@ def test_any_dtype_and_shape_comes_back(dtype: mx.Dtype, shape: tuple[int, ...])
     """Scalars, nothing at all, and numbers that numpy does not know."""
     with mx.stream(mx.cpu):
         state = mx.array(np.arange(np.prod(shape, dtype=int)).reshape(shape)).astype(dtype)
-        (restored,) = Snapshot([arrays(state)]).restore()
+        (restored,) = Snapshot.of([arrays(state)]).restore()
         assert same(restored[0], state)
 
 
@@ -80,7 +80,7 @@ def test_numbers_that_are_none_come_back() -> None:
     for dtype in (mx.float32, mx.bfloat16):
         words = mx.array([0x7FC1, 0xFF80, 0x7F80, 0x8000, 0], mx.uint16)
         state = words.view(mx.bfloat16).astype(dtype) if dtype == mx.float32 else words.view(dtype)
-        (restored,) = Snapshot([arrays(state)]).restore()
+        (restored,) = Snapshot.of([arrays(state)]).restore()
         assert bits(restored[0]) == bits(state)
 
 
@@ -93,27 +93,27 @@ def test_what_is_no_array_comes_back(value: Any) -> None:
     """Numbers, words, classes, and what holds them."""
     cache = LayerCache()
     cache.pending = value
-    (restored,) = Snapshot([cache]).restore()
+    (restored,) = Snapshot.of([cache]).restore()
     assert restored.pending == value and type(restored.pending) is type(value)
 
 
 def test_a_snapshot_is_charged_for_what_it_holds() -> None:
     """Its arrays, and little beside them."""
     array_bytes = 2 * rows(256).nbytes
-    assert array_bytes < Snapshot([plain(10)]).nbytes < array_bytes + 4096
+    assert array_bytes < Snapshot.of([plain(10)]).nbytes < array_bytes + 4096
     array_bytes = rows(50).nbytes
-    assert array_bytes < Snapshot([arrays(rows(50))]).nbytes < array_bytes + 4096
+    assert array_bytes < Snapshot.of([arrays(rows(50))]).nbytes < array_bytes + 4096
 
 
 def test_a_snapshot_of_a_view_holds_the_view_alone() -> None:
     """What a recurrent layer keeps is often the end of something large."""
     end = rows(1000)[:, :, -3:]
-    assert Snapshot([arrays(end)]).nbytes < rows(3).nbytes + 4096
+    assert Snapshot.of([arrays(end)]).nbytes < rows(3).nbytes + 4096
 
 
 def test_a_dtype_is_kept_as_it_is() -> None:
     """It cannot be copied; a class from a model file may well hold one."""
     cache = LayerCache()
     cache.pending["dtype"] = mx.float16
-    (restored,) = Snapshot([cache]).restore()
+    (restored,) = Snapshot.of([cache]).restore()
     assert restored.pending["dtype"] == mx.float16
