@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
+from mlx_lm_kvcache_plugin.errors import LayerKindError
 from mlx_lm_kvcache_plugin.events import Event
 from mlx_lm_kvcache_plugin.layers import Fetched, Layers, Layout
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
@@ -36,6 +39,35 @@ class State:
 
     def restore(self) -> list[Any]:
         return [list(self.tokens)] if self.nbytes else []
+
+
+class JsonLayers:
+    """The layouts and states of these tests as text and plain data."""
+
+    def layout_to(self, layout: Layout) -> str:
+        def plain(specs: Sequence[TensorSpec]) -> list[Any]:
+            return [[spec.heads, spec.dim, str(spec.dtype)] for spec in specs]
+
+        sides = [plain(layout.rows), plain(layout.windows), list(map(plain, layout.look))]
+        return json.dumps([*sides, layout.states, layout.form])
+
+    def layout_from(self, text: str) -> Layout:
+        def specs(plain: Sequence[Any]) -> tuple[TensorSpec, ...]:
+            return tuple(TensorSpec(h, d, getattr(mx, dtype[9:])) for h, d, dtype in plain)
+
+        try:
+            rows, windows, look, states, form = json.loads(text)
+        except ValueError as error:
+            raise LayerKindError(str(error)) from error
+        form = form if isinstance(form, str) else (tuple(form[0]), form[1])
+        return Layout(specs(rows), specs(windows), states, form, tuple(map(specs, look)))
+
+    def states_to(self, states: State) -> tuple[Any, list[np.ndarray]]:
+        return {"nbytes": states.nbytes}, [np.array(states.tokens, np.int64)]
+
+    def states_from(self, plain: Any, arrays: Sequence[np.ndarray]) -> State:
+        (tokens,) = arrays
+        return State(tuple(tokens.tolist()), plain["nbytes"])
 
 
 @dataclass
@@ -66,6 +98,7 @@ def make_cache(
     codec: str = "raw",
     bits: int | None = None,
     *,
+    group_size: int = 64,
     limit_bytes: int = GIB,
     budget: Budget | None = None,
     block_tokens: int = 4,
@@ -76,7 +109,7 @@ def make_cache(
     for name, factory in BUILT_IN.items():
         registry.register(name, factory)
     return PrefixCache(
-        Settings(key_bits=bits, value_bits=bits, codec=codec),
+        Settings(key_bits=bits, value_bits=bits, codec=codec, group_size=group_size),
         registry,
         budget or Budget(limit_bytes=limit_bytes, probe=Machine().probe),
         emit=emit,
