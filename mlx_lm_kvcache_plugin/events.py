@@ -46,7 +46,7 @@ class Insert:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """What a prompt begins with was read from disk; a hit of the request follows.
+    """What a prompt begins with was read from disk, before it is looked up in memory.
 
     Attributes:
         tokens: how many it stands for.

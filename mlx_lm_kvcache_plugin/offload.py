@@ -17,17 +17,18 @@ from hashlib import blake2b
 from typing import Any
 
 from .codecs.packing import Payload
-from .codecs.records import payload_to, windows_to
+from .codecs.records import payload_to, states_to, windows_to
 from .disk.files import Record
-from .disk.names import BLOCK, CHECKPOINT, Name, child_key, layout_digest, root_key
+from .disk.names import Name
 from .disk.tier import DiskTier, Home, Offer
 from .errors import LayerKindError
 from .events import Error, Event, Restore
 from .layers import Layout, Portable
-from .restoring import STATE, Restoration
+from .naming import Naming
+from .restoring import Restoration
 from .settings import Settings
 from .spaces import MOST_NAMESPACES, Space, Spaces
-from .store.blocks import TOKEN_BYTES, Block, Tokens
+from .store.blocks import Block, Tokens
 from .store.tree import BlockTree
 from .writing import Checkpoint
 
@@ -115,6 +116,10 @@ class Offload:
         if len(self._attached) > MOST_NAMESPACES:
             del self._attached[next(iter(self._attached))]
 
+    def detach(self, namespace: Hashable) -> None:
+        """Have nothing more to do with a namespace on disk: what is there cannot be used."""
+        self._attached.pop(namespace, None)
+
     def store(self, space: Space, tip: Block, needless: Sequence[Block] = ()) -> None:
         """Have the nodes down to this one written; those that are there already count as used.
 
@@ -126,22 +131,18 @@ class Offload:
         with self._failing_softly("offload"):
             text = attached and attached.text(space.layout)
             if attached and text:
-                self._tier.offer(attached.home, text, list(self._offers(attached, text, tip)))
+                naming = Naming.of(attached.home, text, self._tree.block_tokens)
+                offers = list(_offers(naming, tip, attached.portable))
+                self._tier.offer(attached.home, text, offers)
                 for node in needless:
-                    self._tier.forget(attached.home, self._gone(attached, text, node))
+                    self._tier.forget(attached.home, self._gone(naming, node))
 
-    def _offers(self, attached: Attached, text: str, tip: Block) -> Iterator[Offer]:
-        for node, tokens, name in self._named(attached, text, tip):
-            if node.payload is not None:
-                payload = weakref.ref(node.payload)  # what is evicted meanwhile is not kept alive
-                yield Offer(name, partial(_record, payload, tokens, node.label, attached.portable))
-
-    def _gone(self, attached: Attached, text: str, checkpoint: Block) -> list[Name]:
+    def _gone(self, naming: Naming, checkpoint: Block) -> list[Name]:
         """The files of a checkpoint and, if it is gone too, of the tail that bore it."""
         return [
             name
-            for node, _, name in list(self._named(attached, text, checkpoint))[-2:]
-            if node not in self._tree and node.tokens < self._tree.block_tokens
+            for node, _, name in list(naming.path(checkpoint.path()))[-2:]
+            if node not in self._tree and node.tokens < naming.step
         ]
 
     def restore(self, namespace: Hashable, ids: Tokens) -> None:
@@ -155,15 +156,12 @@ class Offload:
                 layout = attached.layout(digest, text)
                 if layout is not None and self._spaces.fits(namespace, layout):
                     space = self._spaces.open(namespace, layout)
-                    tokens += self._restoration(attached, space, digest, ids).run()
+                    naming = Naming.of(attached.home, text, self._tree.block_tokens)
+                    home, portable = attached.home, attached.portable
+                    reader = Restoration(self._tier, home, portable, self._tree, space, naming, ids)
+                    tokens += reader.run()
         if tokens:
             self._record(Restore(tokens, time.perf_counter() - begun))
-
-    def _restoration(
-        self, attached: Attached, space: Space, digest: bytes, ids: Tokens
-    ) -> Restoration:
-        home, portable = attached.home, attached.portable
-        return Restoration(self._tier, home, portable, self._tree, space, digest, ids)
 
     @contextmanager
     def _failing_softly(self, operation: str) -> Iterator[None]:
@@ -176,21 +174,12 @@ class Offload:
                 self._has_failed = True
                 logger.warning("prefix cache: %s failed: %s", operation, error, exc_info=error)
 
-    def _named(
-        self, attached: Attached, text: str, tip: Block
-    ) -> Iterator[tuple[Block, bytes, Name]]:
-        """The nodes down to one, the tokens that their names stand for, and their names."""
-        layout = layout_digest(text)
-        parent, tail = root_key(attached.home.namespace), b""
-        for node in tip.path():
-            tokens = node.key or tail
-            kind = BLOCK if node.key else CHECKPOINT
-            own = child_key(parent, tokens)
-            yield node, tokens, Name(parent, own, len(tokens) // TOKEN_BYTES, kind, layout)
-            if node.tokens == self._tree.block_tokens:
-                parent = own
-            else:
-                tail = node.key
+
+def _offers(naming: Naming, tip: Block, portable: Portable) -> Iterator[Offer]:
+    for node, tokens, name in naming.path(tip.path()):
+        if node.payload is not None:
+            payload = weakref.ref(node.payload)  # what is evicted meanwhile is not kept alive
+            yield Offer(name, partial(_record, payload, tokens, node.label, portable))
 
 
 def _record(
@@ -208,5 +197,5 @@ def _record(
         return None
     windows, arrays = windows_to(held.windows)
     plain_states, state_arrays = states
-    arrays |= {f"{STATE}{number}": array for number, array in enumerate(state_arrays)}
+    arrays |= states_to(state_arrays)
     return Record(tokens, {"label": label, "windows": windows, "states": plain_states}, arrays)

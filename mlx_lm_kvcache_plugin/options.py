@@ -223,6 +223,14 @@ ENCODING = (*QUANTIZING, "kv_cache_group_size", "kv_cache_codec")
 """The names of the options that say how everything is encoded."""
 
 
+def has_variables(command: str) -> bool:
+    """Whether the environment speaks to one of mlx-lm's commands, and not its flags alone.
+
+    It does not where a command writes a file that others are to read.
+    """
+    return command != "cache_prompt"
+
+
 def options_of(command: str) -> tuple[Option, ...]:
     """The options that mean something to one of mlx-lm's commands ("server", ...)."""
     if command == "cache_prompt":

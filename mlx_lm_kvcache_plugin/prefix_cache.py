@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -19,8 +18,10 @@ from .codecs.packing import Payload
 from .codecs.registry import CodecRegistry
 from .codecs.sequence import SequencePackers
 from .disk.tier import DiskTier
+from .errors import CodecError
 from .events import Counters, Event, Evict, Hit, Insert, Miss
 from .layers import Fetched, Layers, Portable
+from .matching import Prefix, find_prefix
 from .offload import Offload
 from .settings import Settings
 from .spaces import Space, Spaces
@@ -36,21 +37,8 @@ BLOCK_TOKENS = 128
 """Settled by bytes, fidelity and speed together: docs/decisions/0001-block-size.md."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """A stored prefix of a prompt.
-
-    Attributes:
-        space: where it is stored.
-        tokens: how many tokens it stands for.
-        blocks: the nodes that hold its rows; all but the last are wanted whole.
-        checkpoint: the node that holds the rest, if there is a rest.
-    """
-
-    space: Space
-    tokens: int
-    blocks: tuple[Block, ...]
-    checkpoint: Block | None = None
+UNUSABLE = (CodecError, ValueError, TypeError, LookupError)
+"""What says that stored numbers are not what they should be, and not that memory is short."""
 
 
 class PrefixCache:
@@ -135,23 +123,9 @@ class PrefixCache:
             with self._reporting_evictions():
                 keep_within(self.tree, self.budget)
                 self._offload.restore(namespace, wanted)
-        found = [self._match(space, wanted) for space in self._spaces.of(namespace)]
+        spaces = self._spaces.of(namespace)
+        found = [find_prefix(self.tree, space, wanted) for space in spaces]
         return max(filter(None, found), key=lambda prefix: prefix.tokens, default=None)
-
-    def _match(self, space: Space, wanted: Tokens) -> Prefix | None:
-        if space.layout.needs_checkpoint:
-            return self._match_checkpoint(space, wanted)
-        match = self.tree.match(space, wanted)
-        whole_tokens = before_image(wanted, match.tokens)
-        if whole_tokens < match.tokens:  # its last blocks were evicted, or had no room
-            match = self.tree.match(space, wanted[:whole_tokens])
-        return Prefix(space, match.tokens, match.blocks) if match.tokens else None
-
-    def _match_checkpoint(self, space: Space, wanted: Tokens) -> Prefix | None:
-        for node, position in self.tree.checkpoints(space, wanted):
-            if before_image(wanted, position) == position:
-                return Prefix(space, position, tuple(node.path()[:-1]), node)
-        return None
 
     def fetch(
         self,
@@ -172,7 +146,11 @@ class PrefixCache:
         begun = time.perf_counter()
         result = None
         if prefix is not None:
-            result = translate(self._decode(prefix))
+            try:
+                result = translate(self._decode(prefix))
+            except UNUSABLE:
+                self._distrust(prefix.space.namespace)
+                raise
             self._touch(prefix, tokens)
         # Only now: what was just used is what should be left, if little may be.
         self.keep_within_budget()
@@ -194,14 +172,29 @@ class PrefixCache:
             states = checkpoint.states.restore()
         return Fetched(space.layout, prefix.tokens, rows, windows, states)
 
+    def _distrust(self, namespace: Hashable) -> None:
+        """Give up what is stored of a namespace: else its prompts would fail for ever."""
+        with self._reporting_evictions():
+            self._spaces.drop(namespace)
+        if self._offload is not None:
+            self._offload.detach(namespace)
+
     def _touch(self, prefix: Prefix, tokens: Sequence[int]) -> None:
         """Mark what was used; and the system prompt's end, where the next chat will resume."""
-        if prefix.checkpoint is not None:
-            ids = np.array(tokens[: prefix.tokens], np.int64)
-            for node, _ in self.tree.checkpoints(prefix.space, ids):
-                if node.label == SYSTEM:
-                    self.tree.touch(node)
-        self.tree.touch(prefix.checkpoint or prefix.blocks[-1])
+        if prefix.checkpoint is None:
+            self.tree.touch(prefix.tip)
+            return
+        ids = np.array(tokens[: prefix.tokens], np.int64)
+        for node, _ in self.tree.checkpoints(prefix.space, ids):
+            if node.label == SYSTEM:
+                self._use(prefix.space, node)
+        self._use(prefix.space, prefix.checkpoint)
+
+    def _use(self, space: Space, node: Block) -> None:
+        """Mark a node that nothing is added to, on disk as well."""
+        self.tree.touch(node)
+        if self._offload is not None:
+            self._offload.store(space, node)
 
     # Inserting
 
@@ -244,7 +237,7 @@ class PrefixCache:
         node, position = self.tree.find_checkpoint(space, ids)
         if position == len(ids):
             if node is not None:  # else of no tokens
-                self.tree.touch(node)
+                self._use(space, node)
             return False
         return layers.state_bytes <= self.tree.limit_bytes
 

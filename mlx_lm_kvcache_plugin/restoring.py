@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from .codecs.records import payload_from, windows_from
+from .codecs.records import payload_from, states_from, windows_from
 from .disk.files import Record
-from .disk.names import BLOCK, CHECKPOINT, Name, child_key, root_key
+from .disk.names import BLOCK, CHECKPOINT, Name
 from .disk.tier import DiskTier, Home
 from .layers import Portable
+from .naming import Naming
 from .spaces import Space
 from .store.blocks import Sized, Tokens, before_image, common_tokens
 from .store.insertion import Insertion
+from .store.thinning import GENERATED, PROMPT, SYSTEM, USER
 from .store.tree import BlockTree
 from .writing import Checkpoint
 
 MOST_CHILDREN = 512
 """How many files below one block are asked for their tokens, those that were used last: a folder of
 many short prompts has thousands, and each takes some ten microseconds."""
-
-STATE = "state."
-"""Begins the names of the arrays of states."""
 
 
 class Restoration:
@@ -32,7 +32,7 @@ class Restoration:
         tier, home: where the files are.
         portable: makes states of what files hold.
         tree, space: where everything goes.
-        layout: its digest.
+        naming: what everything is called there.
         ids: of the prompt, as many as may be restored.
     """
 
@@ -43,7 +43,7 @@ class Restoration:
         portable: Portable,
         tree: BlockTree,
         space: Space,
-        layout: bytes,
+        naming: Naming,
         ids: Tokens,
     ) -> None:
         self._tier = tier
@@ -51,13 +51,10 @@ class Restoration:
         self._portable = portable
         self._tree = tree
         self._space = space
-        self._layout = layout
+        self._naming = naming
         self._ids = ids
-        self._step = tree.block_tokens
-        self._keys = [root_key(home.namespace)]
-        for start in range(0, len(ids) - self._step + 1, self._step):
-            tokens = ids[start : start + self._step].tobytes()
-            self._keys.append(child_key(self._keys[-1], tokens))
+        self._step = naming.step
+        self._keys = naming.keys(ids)
 
     def run(self) -> int:
         """Read what goes beyond what the tree holds; returns how many tokens that is."""
@@ -102,7 +99,7 @@ class Restoration:
                 if record is None:
                     break
                 payload = payload_from(record.meta, record.arrays)
-                if not insertion.add(name.tokens, payload, record.meta["label"]):
+                if not insertion.add(name.tokens, payload, _label(record)):
                     break
         return insertion.added_tokens
 
@@ -133,7 +130,7 @@ class Restoration:
                 if (
                     held < position <= len(self._ids)
                     and self._can_end(position)
-                    and name.own == child_key(name.parent, rest[: name.tokens].tobytes())
+                    and name == self._name(CHECKPOINT, depth, rest[: name.tokens])
                 ):
                     yield depth, name
             if start <= held:
@@ -156,12 +153,12 @@ class Restoration:
         record = self._tier.read(self._home, name)
         if record is None:
             return 0
-        label, checkpoint = record.meta["label"], self._checkpoint(record)
+        label, checkpoint = _label(record), self._checkpoint(record)
         sequence = self._ids[: depth * self._step + name.tokens]
         with Insertion(self._tree, self._space, sequence, label, bears=True) as insertion:
             way = [self._block(at) for at in range(insertion.tokens // self._step, depth)]
             if name.tokens and (way or not insertion.enter(name.tokens)):
-                way.append(Name(name.parent, name.own, name.tokens, BLOCK, self._layout))
+                way.append(replace(name, kind=BLOCK))
             if not self._add_way(insertion, way, checkpoint.nbytes):
                 return 0
             if not insertion.add(0, checkpoint, label):
@@ -193,25 +190,34 @@ class Restoration:
         payload = payload_from(record.meta, record.arrays)
         if payload.nbytes > most_bytes:
             return False
-        return insertion.add(name.tokens, payload, record.meta["label"])
+        return insertion.add(name.tokens, payload, _label(record))
 
     def _checkpoint(self, record: Record) -> Sized:
         windows = windows_from(record.meta["windows"], record.arrays)
-        numbers = range(sum(key.startswith(STATE) for key in record.arrays))
-        states = [record.arrays[f"{STATE}{number}"] for number in numbers]
+        states = states_from(record.arrays)
         return Checkpoint(windows, self._portable.states_from(record.meta["states"], states))
 
     # Both
 
     def _block(self, place: int) -> Name:
         """The file of the block behind so many blocks."""
-        parent, own = self._keys[place : place + 2]
-        return Name(parent, own, self._step, BLOCK, self._layout)
+        start = place * self._step
+        return self._name(BLOCK, place, self._ids[start : start + self._step])
+
+    def _name(self, kind: str, depth: int, tokens: Tokens) -> Name:
+        """The name of what goes on with these tokens after so many blocks."""
+        return self._naming.name(kind, self._keys[depth], tokens.tobytes())
 
     def _children(self, depth: int, kind: str) -> list[Name]:
         """The files of this kind and layout behind so many blocks."""
         return [
             name
             for name in self._tier.children(self._home, self._keys[depth])
-            if (name.kind, name.layout) == (kind, self._layout)
+            if (name.kind, name.layout) == (kind, self._naming.layout)
         ]
+
+
+def _label(record: Record) -> str:
+    """What kind of sequence it came with. A file is not believed to say anything else."""
+    label = record.meta["label"]
+    return label if label in (SYSTEM, USER, PROMPT, GENERATED) else GENERATED

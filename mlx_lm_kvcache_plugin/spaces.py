@@ -58,7 +58,7 @@ class Spaces:
         if found is not None:
             return found
         if not self.fits(namespace, layout):
-            self._drop(namespace)
+            self.drop(namespace)
         self._forget_the_empty()
         found = Space(
             namespace,
@@ -76,14 +76,15 @@ class Spaces:
     def identify(self, namespace: Hashable, fingerprint: bytes) -> None:
         """Say what a namespace stands for; what is stored of it goes if it was something else."""
         if self._fingerprints.pop(namespace, fingerprint) != fingerprint:
-            self._drop(namespace)
+            self.drop(namespace)
         self._fingerprints[namespace] = fingerprint  # as the last one
         if len(self._fingerprints) > MOST_NAMESPACES:
             oldest = next(iter(self._fingerprints))
             del self._fingerprints[oldest]
-            self._drop(oldest)
+            self.drop(oldest)
 
-    def _drop(self, namespace: Hashable) -> None:
+    def drop(self, namespace: Hashable) -> None:
+        """Give up all that is stored of a namespace."""
         for space in self._spaces.pop(namespace, []):
             self._tree.drop(space, Cause.REPLACED)
 

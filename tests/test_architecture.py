@@ -42,17 +42,23 @@ HOUSE = {
     "__main__": room({"__init__", "doctor", "disk"}),
     "doctor": room({"__init__", "patches", "plugins"} | LEAVES),
     "patches": room(
-        {"prefix_cache", "spaces", "layers", "store", "codecs", "disk", "plugins", "hookspecs"}
+        {"prefix_cache", "matching", "spaces", "layers", "store", "codecs", "disk"}
+        | {"plugins", "hookspecs"}
         | LEAVES,
         "mlx mlx_lm numpy",
     ),
     "prefix_cache": room(
-        {"spaces", "writing", "offload", "layers", "store", "codecs", "disk"} | LEAVES, "numpy"
+        {"matching", "spaces", "writing", "offload", "layers", "store", "codecs", "disk"} | LEAVES,
+        "numpy",
     ),
     "offload": room(
-        {"restoring", "spaces", "writing", "layers", "store", "codecs", "disk"} | LEAVES
+        {"restoring", "naming", "spaces", "writing", "layers", "store", "codecs", "disk"} | LEAVES
     ),
-    "restoring": room({"spaces", "writing", "layers", "store", "codecs", "disk"}, "numpy"),
+    "restoring": room(
+        {"naming", "spaces", "writing", "layers", "store", "codecs", "disk"}, "numpy"
+    ),
+    "naming": room({"store", "disk"}),
+    "matching": room({"spaces", "store"}),
     "writing": room({"spaces", "layers", "store", "codecs"}),
     "spaces": room({"layers", "store", "codecs"}),
     "layers": room({"codecs", "errors"}, "mlx"),

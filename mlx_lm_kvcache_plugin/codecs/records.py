@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .base import Array
@@ -15,6 +15,9 @@ Plain = dict[str, Any]
 
 RAW = "raw"
 """Begins the names of the tensors that were kept raw for once."""
+
+STATE = "state."
+"""Begins the names of the arrays in states."""
 
 
 def payload_to(payload: Payload, within: str = "") -> tuple[Plain, dict[str, Array]]:
@@ -74,6 +77,17 @@ def windows_from(plain: Plain, arrays: Mapping[str, Array]) -> WindowPayload:
         payload_from(own, arrays, _run(number)) for number, own in enumerate(plain["payloads"])
     ]
     return WindowPayload(tuple(plain["lengths"]), tuple(payloads))
+
+
+def states_to(arrays: Sequence[Array]) -> dict[str, Array]:
+    """The arrays in states, by name."""
+    return {f"{STATE}{number}": array for number, array in enumerate(arrays)}
+
+
+def states_from(arrays: Mapping[str, Array]) -> list[Array]:
+    """Undo `states_to`, whatever else is among them."""
+    numbers = range(sum(name.startswith(STATE) for name in arrays))
+    return [arrays[f"{STATE}{number}"] for number in numbers]
 
 
 def _run(number: int) -> str:

@@ -66,6 +66,9 @@ class SequencePackers:
     Args:
         settings: codec, bits and group size.
         registry: where the codec is found.
+
+    Attributes:
+        codecs: for keys, for values, and for tails and windows.
     """
 
     def __init__(self, settings: Settings, registry: CodecRegistry) -> None:
@@ -73,6 +76,7 @@ class SequencePackers:
         self._tail_codec: Codec = RawCodec()
         if settings.codec != RawCodec.name:
             self._tail_codec = AffineCodec(CodecOptions(TAIL_BITS, settings.group_size))
+        self.codecs = (self._key_codec, self._value_codec, self._tail_codec)
 
     def for_specs(self, specs: Sequence[TensorSpec]) -> SequencePacker:
         """Args: specs: of the keys and the values of each layer in turn."""

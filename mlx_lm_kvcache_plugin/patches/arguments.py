@@ -106,10 +106,16 @@ class _Namespace:
         return dir(argparse)
 
 
-def add_options(group: Group, options: Sequence[Option] = OPTIONS) -> None:
-    """Add flags of the plugin's own; an option that was not given is None, a switch False."""
+def add_options(
+    group: Group, options: Sequence[Option] = OPTIONS, has_variables: bool = True
+) -> None:
+    """Add flags of the plugin's own; an option that was not given is None, a switch False.
+
+    Args:
+        has_variables: whether each can also be given by its environment variable.
+    """
     for option in options:
-        help_text = f"{option.help} [env: {option.variable}]"
+        help_text = option.help + f" [env: {option.variable}]" * has_variables
         if option.metavar is None:
             group.add_argument(option.flag, dest=option.name, action="store_true", help=help_text)
         else:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any
 
 from .models_cache import LayerCaches, leaves_of
-from .opening import Identity
-from .scripts import Scripts, count, tallied
+from .scripts import Request, Scripts, count, tallied
 from .steps import Call
 
 OWN_CACHES = ("prompt_caches", "max_kv_size")
@@ -59,7 +59,7 @@ def generator_over_the_store(module: Any, scripts: Scripts) -> type:
     """A `BatchGenerator` that looks prompts up when their turn comes, and stores what finishes."""
 
     class BatchGenerator(module.BatchGenerator):  # type: ignore[misc]
-        _kvcache_namespace: Identity | None = None
+        _kvcache_request: Request | None = None
 
         def _make_batch(self, n: int) -> Any:
             # No sooner: a thousand prompts' prefixes would not have room at once.
@@ -76,10 +76,11 @@ def generator_over_the_store(module: Any, scripts: Scripts) -> type:
         def next_generated(self) -> Any:
             responses = super().next_generated()
             for response in responses:
-                if response.finish_reason is not None and self._kvcache_namespace is not None:
+                request = self._kvcache_request
+                if response.finish_reason is not None and request is not None:
                     with scripts.failing_softly():
                         tokens = _ids(response.all_tokens)
-                        scripts.store(self._kvcache_namespace, tokens, response.prompt_cache)
+                        scripts.store(request.namespace, tokens, response.prompt_cache)
             return responses
 
     return BatchGenerator
@@ -98,16 +99,18 @@ def _resumed(
     """What upstream's generator keeps of a waiting prompt, less what is stored of it already.
 
     Args:
-        generator: is told the namespace that its prompts are in.
+        generator: remembers one of its prompts for the others.
         most: tokens to generate.
         before: tokens that the caches stand for; with any, they are the caller's own.
     """
     sequence = (uid, segments, most, fresh, before, *others)
     tokens = [] if before else [t for each in segments for t in _ids(each)]
-    request = scripts.look_up(generator.model, tokens, in_batch=True) if tokens else None
-    if request is None:
+    like = generator._kvcache_request
+    request = tokens and scripts.look_up(generator.model, tokens, in_batch=True, like=like)
+    if not request:
         return sequence
-    generator._kvcache_namespace = request.namespace
+    # The first one's caches are not kept with it.
+    generator._kvcache_request = like or replace(request, caches=[], tokens=[])
     reused = request.reused if _are_alike(request.caches, fresh) else 0
     count(reused, len(tokens))
     if not reused:

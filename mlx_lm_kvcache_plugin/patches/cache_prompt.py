@@ -48,7 +48,10 @@ class CachePromptPatch(CommandPatch):
     def bindings(
         self, settings: Settings | None, args: argparse.Namespace | None
     ) -> dict[str, Callable[..., Any]]:
-        """Ours, once the command knows how the file is to be encoded."""
+        """Ours, if a flag says how the file is to be encoded.
+
+        No variable does: a script may read the file with upstream's own function.
+        """
         if settings is None:
             return {}
         stock = self.stock["save_prompt_cache"]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ..errors import CodecError, KVCachePluginError, SettingsError
 from ..hookspecs import hookimpl
-from ..options import OPTIONS, options_of
+from ..options import OPTIONS, has_variables, options_of
 from ..plugins import plugins
 from ..settings import Settings
 from .arguments import add_options, argparse_namespace
@@ -30,17 +30,15 @@ class BuiltInFlags:
     @staticmethod
     @hookimpl(tryfirst=True)
     def kvcache_add_arguments(group: Any, command: str) -> None:
-        add_options(group, options_of(command))
+        add_options(group, options_of(command), has_variables(command))
 
     @staticmethod
     @hookimpl(tryfirst=True)
     def kvcache_configure(
         args: argparse.Namespace, command: str, parser: argparse.ArgumentParser
     ) -> None:
-        variables = {option.variable for option in options_of(command)}
-        environ = {name: value for name, value in os.environ.items() if name in variables}
         try:
-            settings = Settings.resolve(vars(args), environ)
+            settings = Settings.resolve(vars(args), os.environ if has_variables(command) else {})
             plugins().codecs().create_pair(settings)
         except SettingsError as error:
             parser.error(str(error))
@@ -76,7 +74,7 @@ class CommandPatch(ABC):
         self.module.argparse = argparse_namespace(  # type: ignore[attr-defined]
             self.command, self.add_arguments, self.configure, self.mark_defaults
         )
-        if Settings.is_requested(os.environ):
+        if has_variables(self.command) and Settings.is_requested(os.environ):
             vars(self.module).update(self.bindings(None, None))
 
     @abstractmethod

@@ -61,6 +61,14 @@ Identity = tuple[bytes, Hashable, bytes | None]
 in the server's keys, the third tells whether there is a draft model."""
 
 
+IN_BATCH = "batch"
+"""How upstream treats caches when it computes prompts beside others: in some models with states it
+takes the padding for tokens, and what such a batch left is not for a prompt that is alone."""
+
+LIVE_QUANTIZATION = ("kv_bits", "kv_group_size", "quantized_kv_start")
+"""What says how upstream quantizes the caches that it decodes with, as an argument or a flag."""
+
+
 def identify(model: Any, treatment: Hashable = None, draft_model: Any = None) -> Identity:
     """All that the numbers in a model's caches depend on."""
     draft = None if draft_model is None else fingerprint(draft_model)
@@ -78,16 +86,20 @@ def attach(
     """Tell a cache which model a namespace stands for.
 
     Args:
+        identity: of the models.
         models: the model, and its draft model if there is one.
         name: of the model, for people; by default, what it is.
     """
     model, treatment, draft = identity
-    digest = blake2b(model + (draft or b"") + repr(treatment).encode(), digest_size=32).digest()
+    digest = blake2b(model + (draft or b"") + repr(treatment).encode(), digest_size=32)
+    digest.update(fingerprint(cache.packers.codecs))  # a codec may change under its name
     about = {
         "model": name or _described(models[0]),
         "codec": f"{cache.settings.codec}, {bits_of(cache.settings)}",
     }
-    cache.attach(namespace, digest, about, PortableLayers(kinds, list(map(empty_caches, models))))
+    cache.attach(
+        namespace, digest.digest(), about, PortableLayers(kinds, list(map(empty_caches, models)))
+    )
 
 
 def _described(model: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..events import Error
 from ..layers import LayerKinds
-from ..prefix_cache import Prefix, PrefixCache
+from ..matching import Prefix
+from ..prefix_cache import PrefixCache
 from ..spaces import MOST_NAMESPACES
 from ..store.thinning import GENERATED, PROMPT, SYSTEM, USER
 from .models_cache import LayerCaches, Written, is_trimmable, put_together, take_apart

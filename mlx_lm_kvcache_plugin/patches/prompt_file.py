@@ -14,7 +14,14 @@ import mlx.core as mx
 import numpy as np
 
 from ..codecs.packing import Payload
-from ..codecs.records import payload_from, payload_to, windows_from, windows_to
+from ..codecs.records import (
+    payload_from,
+    payload_to,
+    states_from,
+    states_to,
+    windows_from,
+    windows_to,
+)
 from ..codecs.sequence import SequencePackers
 from ..errors import PromptFileError
 from ..layers import Fetched, Layers
@@ -73,7 +80,7 @@ def save(
     if layers is None or layout is None or states is None:
         raise PromptFileError("the caches of this model have no quantized form in a file")
     plain, arrays = _encoded(layers, settings)
-    arrays |= {f"state.{number}": array for number, array in enumerate(states[1])}
+    arrays |= states_to(states[1])
     ours = {
         "format": FORMAT,
         "tokens": layers.tokens,
@@ -155,17 +162,10 @@ def _decoded(ours: Mapping[str, Any], arrays: Mapping[str, Any]) -> Fetched:
         payload_from(plain, arrays, f"rows.{number}.") for number, plain in enumerate(ours["rows"])
     ]
     windows = windows_from(ours["windows"], arrays)
-    states = [array for name, array in _numbered(arrays, "state.")]
     return Fetched(
         layout,
         ours["tokens"],
         list(packers.for_specs(layout.rows).decode(rows, ours["tokens"])) if rows else [],
         packers.for_windows(layout.windows).decode(windows),
-        portable.states_from(ours["states"], states).restore(),
+        portable.states_from(ours["states"], states_from(arrays)).restore(),
     )
-
-
-def _numbered(arrays: Mapping[str, Any], start: str) -> list[tuple[int, Any]]:
-    """The arrays whose names begin like this and end with a number, by that."""
-    found = [name for name in arrays if name.startswith(start)]
-    return sorted((int(name.removeprefix(start)), arrays[name]) for name in found)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,15 +21,11 @@ from ..store.thinning import GENERATED
 from . import complain
 from .layer_kinds import BuiltInLayerKinds
 from .models_cache import LayerCaches, empty_caches, needs_checkpoints
-from .opening import Identity, attach, identify, open_cache
+from .opening import IN_BATCH, Identity, attach, identify, open_cache
 from .prompt_cache import PrefixPromptCache
 from .ranks import Ranks
 
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
-
-IN_BATCH = "batch"
-"""Upstream takes the padding of a batch for tokens in some models with states: what a batch left of
-such is not handed to a prompt that is computed alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +38,7 @@ class Request:
         caches: to go on with: those of the reused tokens, or empty ones.
         reused: how many tokens were a hit.
         is_token_wise: whether what was computed can be cut at any token.
+        models: the model, and its draft model or None.
     """
 
     namespace: Identity
@@ -48,6 +46,7 @@ class Request:
     caches: LayerCaches
     reused: int
     is_token_wise: bool
+    models: tuple[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +91,18 @@ class Scripts:
 
     def __init__(self, settings: Settings | None) -> None:
         self._settings = settings
-        self._lock = threading.RLock()
-        self._is_inside = False
+        self._reset_lock()
+        _all.add(self)
         self._is_open = False
         self._face: PrefixPromptCache | None = None
         self._kinds = LayerKinds()
         self._logged: set[type] = set()
         self._attached: set[Identity] = set()
         self.checkpoint_tokens = 0
+
+    def _reset_lock(self) -> None:
+        self._lock = threading.RLock()
+        self._is_inside = False
 
     @property
     def face(self) -> PrefixPromptCache | None:
@@ -114,30 +117,42 @@ class Scripts:
         draft_model: Any | None = None,
         quantization: tuple[Any, ...] | None = None,
         in_batch: bool = False,
+        like: Request | None = None,
     ) -> Request | None:
         """The longest stored prefix of a prompt; None if upstream has to go on without us.
 
         Args:
             quantization: how upstream quantizes the caches.
             in_batch: whether other prompts are computed beside this one.
+            like: an earlier one of the same batch: what it is about need not be found out again.
         """
         with self._entered() as face, self.failing_softly():
             if face is None:
                 return None
             fresh = empty_caches(model)
-            is_token_wise = not needs_checkpoints(fresh, self._kinds)
             if draft_model is not None:
                 if len(fresh) != len(model.layers):  # by which upstream tells the two apart
                     return None
                 fresh += empty_caches(draft_model)
+            if like is None:
                 is_token_wise = not needs_checkpoints(fresh, self._kinds)
-            treatment = IN_BATCH if in_batch and not is_token_wise else quantization
-            namespace = identify(model, treatment, draft_model)
-            self._attach(face, namespace, [model, draft_model])
+                treatment = IN_BATCH if in_batch and not is_token_wise else quantization
+                namespace = identify(model, treatment, draft_model)
+                self._attach(face, namespace, [model, draft_model])
+            else:
+                namespace, is_token_wise = like.namespace, like.is_token_wise
             caches, rest = face.fetch_nearest_cache(namespace, tokens)
             reused = len(tokens) - len(rest) if caches is not None else 0
-            return Request(namespace, tokens, caches or fresh, reused, is_token_wise)
+            models = (model, draft_model)
+            return Request(namespace, tokens, caches or fresh, reused, is_token_wise, models)
         return None  # for type checkers: what fails above comes here
+
+    def is_of_today(self, request: Request) -> bool:
+        """Whether its models still are what they were: a script may have trained them meanwhile."""
+        with self.failing_softly():
+            model, draft_model = request.models
+            return identify(model, request.namespace[1], draft_model) == request.namespace
+        return False
 
     def _attach(self, face: PrefixPromptCache, namespace: Identity, models: list[Any]) -> None:
         if face.cache is not None and namespace not in self._attached:
@@ -215,3 +230,15 @@ def count(reused: int, tokens: int) -> None:
     tally = _tally.get()
     if tally is not None:
         tally.prompts.append((reused, tokens))
+
+
+_all: weakref.WeakSet[Scripts] = weakref.WeakSet()
+
+
+def _reset_in_child() -> None:
+    """A forked child has the lock, but not the thread that may hold it."""
+    for scripts in list(_all):
+        scripts._reset_lock()
+
+
+os.register_at_fork(after_in_child=_reset_in_child)

@@ -23,7 +23,7 @@ from .checkpoints import (
     start_of_thinking,
 )
 from .models_cache import empty_caches, needs_checkpoints
-from .opening import attach, identify, open_cache
+from .opening import IN_BATCH, LIVE_QUANTIZATION, attach, identify, open_cache
 from .prompt_cache import PrefixPromptCache
 from .ranks import Ranks
 
@@ -31,9 +31,6 @@ logger = logging.getLogger("mlx_lm_kvcache_plugin")
 
 NO_LIMIT = 1 << 63
 """Upstream's default of `LRUPromptCache(max_bytes=)`."""
-
-LIVE_QUANTIZATION = ("kv_bits", "kv_group_size", "quantized_kv_start")
-"""Stock's flags for the caches that it decodes with: what is stored has gone through that."""
 
 FURTHEST = 1 << 30
 """More tokens than any prompt has."""
@@ -117,18 +114,15 @@ class Serving:
         """Tell the cache which model goes by this key now; else it has no place on disk."""
         try:
             flags = getattr(provider, "cli_args", None)
-            quantization = tuple(getattr(flags, flag, None) for flag in LIVE_QUANTIZATION)
             draft_model = getattr(provider, "draft_model", None)
-            attach(
-                cache,
-                provider.model_key,
-                identify(
-                    provider.model, None if quantization[0] is None else quantization, draft_model
-                ),
-                [model for model in (provider.model, draft_model) if model is not None],
-                self.kinds,
-                _name_of(provider.model_key, flags),
-            )
+            models = [model for model in (provider.model, draft_model) if model is not None]
+            treatment: Any = tuple(getattr(flags, flag, None) for flag in LIVE_QUANTIZATION)
+            if treatment[0] is None:
+                caches = [cache for model in models for cache in empty_caches(model)]
+                treatment = IN_BATCH if needs_checkpoints(caches, self.kinds) else None
+            identity = identify(provider.model, treatment, draft_model)
+            name = _name_of(provider.model_key, flags)
+            attach(cache, provider.model_key, identity, models, self.kinds, name)
         except Exception as error:
             logger.warning("prefix cache: the model itself cannot be told: %r", error)
 

@@ -12,18 +12,13 @@ import mlx.core as mx
 from .checkpoints import PrefillWatch
 from .layer_kinds import is_empty
 from .models_cache import leaves_of
+from .opening import LIVE_QUANTIZATION
 from .scripts import Request, Scripts, count
 
 Stock = Callable[..., Generator[Any, Any, Any]]
 
 OWN_CACHE = ("prompt_cache", "input_embeddings", "max_kv_size")
 """Arguments with which a prompt is the caller's own business."""
-
-QUANTIZATION = ("kv_bits", "kv_group_size", "quantized_kv_start")
-"""Arguments that say how upstream quantizes the caches as it goes.
-
-What it quantized comes back plain, as in the server, and is quantized anew by the first step.
-"""
 
 PROBE_TOKENS = 3
 
@@ -113,7 +108,7 @@ def _request(scripts: Scripts, call: Call, draws: bool) -> Request | None:
         return None
     if call["logits_processors"] and not _can_be_probed(scripts, call.stock, draws):
         return None
-    quantization = tuple(call[name] for name in QUANTIZATION)
+    quantization = tuple(call[name] for name in LIVE_QUANTIZATION)
     return scripts.look_up(
         call["model"],
         cast(list[int], prompt.tolist()),
@@ -188,6 +183,8 @@ class Run:
     def finish(self) -> None:
         """Store what was computed; of an exception's caches, what was complete before it."""
         request = self._request
+        if not self._scripts.is_of_today(request):
+            return
         if self.is_at_rest:
             self._scripts.store(request.namespace, self._tokens, request.caches)
         elif self._can_be_cut() and self._computed > request.reused:
