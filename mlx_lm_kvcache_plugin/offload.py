@@ -132,8 +132,9 @@ class Offload:
             text = attached and attached.text(space.layout)
             if attached and text:
                 naming = Naming.of(attached.home, text, self._tree.block_tokens)
-                offers = list(_offers(naming, tip, attached.portable))
-                self._tier.offer(attached.home, text, offers)
+                # While nothing is taken it only counts that.
+                wanted = _offers(naming, tip, attached.portable) if self._tier.accepts else ()
+                self._tier.offer(attached.home, text, list(wanted))
                 for node in needless:
                     self._tier.forget(attached.home, self._gone(naming, node))
 

@@ -85,7 +85,7 @@ class Restoration:
         """The file that goes on after so many blocks and shares more than `rows` tokens."""
         rest = self._ids[depth * self._step :][: self._step].tobytes()
         best: tuple[Name | None, bytes] = None, b""
-        for name in self._children(depth, BLOCK)[:MOST_CHILDREN]:
+        for name in self._children(depth, BLOCK, MOST_CHILDREN):
             tokens = self._tier.tokens_of(self._home, name)
             shared = common_tokens(tokens, rest) if tokens is not None else 0
             if tokens is not None and shared > rows:
@@ -208,13 +208,10 @@ class Restoration:
         """The name of what goes on with these tokens after so many blocks."""
         return self._naming.name(kind, self._keys[depth], tokens.tobytes())
 
-    def _children(self, depth: int, kind: str) -> list[Name]:
+    def _children(self, depth: int, kind: str, most: int | None = None) -> list[Name]:
         """The files of this kind and layout behind so many blocks."""
-        return [
-            name
-            for name in self._tier.children(self._home, self._keys[depth])
-            if (name.kind, name.layout) == (kind, self._naming.layout)
-        ]
+        parent, layout = self._keys[depth], self._naming.layout
+        return self._tier.children(self._home, parent, kind=kind, layout=layout, most=most)
 
 
 def _label(record: Record) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+from io import BufferedReader
 from typing import BinaryIO
 
 from ..errors import KVCachePluginError
@@ -11,12 +13,23 @@ from ..errors import KVCachePluginError
 _LONGEST_TEXT = 1 << 20
 """Bytes; the layout of a model with a hundred layers has some ten thousand."""
 
+_SAYS_THAT_IT_IS_BROKEN = {errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.EPERM}
+"""A link, a folder, a socket, or closed to us. What else a disk says, such as EIO or ESTALE, may be
+over in a moment, and then the file is as good as before."""
+
 
 class BrokenFile(KVCachePluginError):
     """A file is not what its name says; the message says why."""
 
 
-def open_file(path: str) -> BinaryIO:
+def is_broken(error: BaseException) -> bool:
+    """Whether a failure to read is the fault of the file, and not of its disk or of ours."""
+    if isinstance(error, OSError):
+        return error.errno in _SAYS_THAT_IT_IS_BROKEN
+    return isinstance(error, BrokenFile)
+
+
+def open_file(path: str) -> BufferedReader:
     """Open a regular file for reading; never follows a link, never waits for a pipe.
 
     Raises:

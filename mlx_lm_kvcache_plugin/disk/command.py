@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 
-from .access import BrokenFile, open_file
+from .access import BrokenFile, is_broken, open_file
 from .clearing import clear, is_empty
 from .contents import Found, Role, all_files
 from .folder import Folder
@@ -20,6 +20,9 @@ MIB = 1 << 20
 
 UNUSABLE = 2
 """The exit status for a folder that is none; 1 says that a file was broken."""
+
+_LONGEST_WORDS = 60
+"""Characters of a text that anybody may have written into a shared folder."""
 
 _HEADINGS = ("model", "codec", "blocks", "tokens", "checkpoints", "MB", "oldest use", "last use")
 
@@ -85,8 +88,15 @@ def _show(root: str) -> int:
 
 def _row(root: str, namespace: str, files: Iterable[Found]) -> tuple[str, ...]:
     about = read_about(os.path.join(root, namespace, ABOUT)) or {}
-    words = (str(about.get(key, "unknown")) for key in ("model", "codec"))
-    return (*words, *_figures(files))
+    return (_words(about.get("model")), _words(about.get("codec")), *_figures(files))
+
+
+def _words(text: object) -> str:
+    """A short text without what would give a terminal orders."""
+    if not isinstance(text, str):
+        return "unknown"
+    words = "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST_WORDS])
+    return words if len(text) <= _LONGEST_WORDS else words[:-3] + "..."
 
 
 def _figures(files: Iterable[Found]) -> tuple[str, ...]:
@@ -121,7 +131,10 @@ def _mb(nbytes: int) -> str:
 
 
 def _when(time_ns: int) -> str:
-    return f"{datetime.fromtimestamp(time_ns // 10**9):%Y-%m-%d %H:%M}"
+    try:
+        return f"{datetime.fromtimestamp(time_ns // 10**9):%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):  # no time that a calendar has
+        return "?"
 
 
 def _verify(root: str) -> int:
@@ -133,24 +146,27 @@ def _verify(root: str) -> int:
     for file in tqdm(files, unit="file"):
         if fault := _fault(file):
             broken += 1
-            moved = "set aside" if folder.quarantine(file.path) else "left where it is"
+            is_moved = is_broken(fault) and folder.quarantine(file.path)
+            moved = "set aside" if is_moved else "left where it is"
             tqdm.write(f"{file.path}: {fault}; {moved}", file=sys.stderr)
     print(f"{len(files):,} files read, {broken:,} broken")
     return 1 if broken else 0
 
 
-def _fault(file: Found) -> str:
-    """What is wrong with a file; nothing if it is sound, or gone meanwhile."""
-    from .files import decode
+def _fault(file: Found) -> Exception | None:
+    """What is wrong with a file; None if it is sound, or gone meanwhile."""
+    from .files import read_record
 
     try:
         with open_file(file.path) as opened:
             if file.name:
-                decode(file.name, opened.read())
+                read_record(file.name, opened, os.fstat(opened.fileno()).st_size)
             elif os.path.basename(file.path) != ABOUT:
                 read_layout(os.path.basename(file.path), opened)
     except FileNotFoundError:
-        return ""
+        return None
     except (OSError, BrokenFile) as error:
-        return str(error)
-    return ""
+        return error
+    except MemoryError:
+        return MemoryError("it does not fit into memory")
+    return None

@@ -105,6 +105,14 @@ def entries_of(folder: str) -> list[os.DirEntry[str]]:
         return []
 
 
+def names_in(folder: str) -> list[str]:
+    """The names of what lies in a folder; nothing if it is gone, or closed to us."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
 def status_of(entry: os.DirEntry[str]) -> os.stat_result | None:
     """An entry's size and times; None if it is gone by now."""
     try:

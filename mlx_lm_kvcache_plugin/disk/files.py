@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from io import BufferedIOBase, BytesIO
 from typing import Any, BinaryIO
 
 import numpy as np
-from safetensors import deserialize
 from safetensors.numpy import save
 
 from .access import BrokenFile
@@ -41,6 +42,9 @@ _DTYPES = {
 
 _LONGEST_HEAD = 1 << 24
 """Bytes. A head of ours has a few thousand; a length beyond this is no length."""
+
+_LONGEST_TOKENS = 1 << 24
+"""Bytes. A block of ours has two thousand; before the checksum a name alone says how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +85,35 @@ def decode(name: Name, data: bytes) -> Record:
     Raises:
         BrokenFile: the content is not whole, or not what the name says.
     """
+    return read_record(name, BytesIO(data), len(data))
+
+
+def read_record(name: Name, file: BufferedIOBase, nbytes: int) -> Record:
+    """The record that a file holds, read once and straight into its arrays.
+
+    Args:
+        nbytes: the size of the file; no more is asked of memory before the head agrees with it.
+
+    Raises:
+        BrokenFile: the content is not whole, or not what the name says.
+        OSError, MemoryError: the file cannot be read, or not held.
+    """
     try:
-        return _decode(name, data)
-    except BrokenFile:
+        return _read_record(name, file, nbytes)
+    except (BrokenFile, OSError, MemoryError):
         raise
     except Exception as error:  # the bytes may be anything, and so may what parsers say of them
         raise BrokenFile(f"not readable as safetensors: {error!r}") from None
 
 
-def _decode(name: Name, data: bytes) -> Record:
-    about = _parse_head(data[8 : 8 + _head_bytes(data)])[_METADATA]
+def _read_record(name: Name, file: BufferedIOBase, nbytes: int) -> Record:
+    length = _head_bytes(file.read(8))
+    head = _parse_head(file.read(length))
+    about = head.pop(_METADATA)
     if about["format"] != FORMAT:
         raise BrokenFile(f"its format is {about['format']!r}, not {FORMAT!r}")
     checksum = about.pop("checksum")
-    arrays = {key: _array(tensor) for key, tensor in deserialize(data)}  # type: ignore[no-untyped-call]
+    arrays = _read_arrays(file, head, nbytes - 8 - length)
     if checksum != _checksum(about, arrays):
         raise BrokenFile("its checksum does not agree with its content")
     for key, value in _about(name).items():
@@ -118,7 +137,7 @@ def read_tokens(name: Name, file: BinaryIO) -> bytes:
     try:
         length = _head_bytes(file.read(8))
         begin, end = _parse_head(file.read(length))[TOKENS]["data_offsets"]
-        if end - begin == TOKEN_BYTES * name.tokens:
+        if end - begin == TOKEN_BYTES * name.tokens <= _LONGEST_TOKENS:
             file.seek(8 + length + begin)
             tokens = file.read(end - begin)
         else:
@@ -145,9 +164,40 @@ def _parse_head(text: bytes) -> dict[str, Any]:
     return head
 
 
-def _array(tensor: Mapping[str, Any]) -> np.ndarray:
-    flat = np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]])
-    return flat.reshape(tensor["shape"]).copy()
+def _read_arrays(
+    file: BufferedIOBase, head: Mapping[str, Any], nbytes: int
+) -> dict[str, np.ndarray]:
+    """All tensors, from where the head ends; nothing is read unless they fill all that is left."""
+    places = sorted((*_place(tensor), key) for key, tensor in head.items())
+    reached = 0
+    for begin, end, _ in places:
+        if begin != reached:
+            raise BrokenFile("its tensors do not lie one behind the other")
+        reached = end
+    if reached != nbytes:
+        raise BrokenFile(f"{nbytes:,} bytes follow its head, which tells of {reached:,}")
+    return {key: _read_array(file, head[key]) for _, _, key in places}
+
+
+def _place(tensor: Mapping[str, Any]) -> tuple[int, int]:
+    """Where a tensor begins and ends, as its type and shape say too."""
+    (begin, end), shape = tensor["data_offsets"], tensor["shape"]
+    if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
+        raise BrokenFile("its head has numbers that are none")
+    if end - begin != math.prod(shape) * np.dtype(_DTYPES[tensor["dtype"]]).itemsize:
+        raise BrokenFile("its head has a tensor that does not fit its place")
+    return begin, end
+
+
+def _read_array(file: BufferedIOBase, tensor: Mapping[str, Any]) -> np.ndarray:
+    array = np.empty(tensor["shape"], _DTYPES[tensor["dtype"]])
+    if file.readinto(_bytes_of(array)) != array.nbytes:
+        raise BrokenFile("it became shorter while it was read")
+    return array
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _compare(name: Name, tokens: bytes) -> None:
@@ -179,5 +229,5 @@ def _checksum(about: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str
     for key in sorted(arrays):
         array = arrays[key]
         feed(json.dumps([key, array.dtype.str, array.shape]).encode())
-        feed(array.reshape(-1).view(np.uint8).data)
+        feed(_bytes_of(array))
     return digest.hexdigest()

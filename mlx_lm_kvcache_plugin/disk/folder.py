@@ -11,6 +11,7 @@ DIR/<namespace>/<xx>/<name>          the records, see names.py
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from itertools import count
 from pathlib import Path
 
 from .access import make_folder, unlink
-from .contents import QUARANTINE, entries_of, files_in, status_of
-from .names import Name
+from .contents import QUARANTINE, entries_of, files_in, names_in
+from .names import Name, may_be_child
 from .texts import ABOUT, is_layout_filename, layout_filename
 
 QUARANTINED_FILES = 32
@@ -67,16 +68,36 @@ class Folder:
         entries = entries_of(self.namespace(home))
         return [entry.path for entry in entries if is_layout_filename(entry.name)]
 
-    def children(self, home: Home, parent: bytes) -> list[Name]:
-        """The names below a parent, the newest first."""
-        prefix = f"{parent.hex()}-"
-        found: list[tuple[int, Name]] = []
-        for entry in entries_of(os.path.join(self.namespace(home), f"{parent[0]:02x}")):
-            name = Name.parse(entry.name) if entry.name.startswith(prefix) else None
-            status = status_of(entry) if name else None
-            if name and status:
-                found.append((status.st_mtime_ns, name))
-        return [name for _, name in sorted(found, key=lambda pair: pair[0], reverse=True)]
+    def children(
+        self,
+        home: Home,
+        parent: bytes,
+        kind: str | None = None,
+        layout: bytes | None = None,
+        most: int | None = None,
+    ) -> list[Name]:
+        """The names below a parent, in no order.
+
+        Names are cheap, times are not: there may be thousands of files, and each is asked for its
+        time only if there are more than wanted.
+
+        Args:
+            kind, layout: only such names; None for any.
+            most: no more names than these; then they are those of the files that were used last.
+        """
+        filenames = self.filenames(home, parent, kind, layout)
+        newest = _newest(self._subfolder(home, parent), filenames, most)
+        return [name for name in map(Name.parse, newest) if name]
+
+    def filenames(
+        self, home: Home, parent: bytes, kind: str | None = None, layout: bytes | None = None
+    ) -> list[str]:
+        """The same names as they are on disk, unchecked, which takes a tenth of the time."""
+        is_wanted = may_be_child(parent, kind, layout)
+        return [name for name in names_in(self._subfolder(home, parent)) if is_wanted(name)]
+
+    def _subfolder(self, home: Home, parent: bytes) -> str:
+        return os.path.join(self.namespace(home), f"{parent[0]:02x}")
 
     def quarantine(self, path: str) -> bool:
         """Move what lies in a file's place out of the way; whether that could be done."""
@@ -121,3 +142,24 @@ class Folder:
             unlink(temporary)
             raise
         return descriptor, temporary
+
+
+def _newest(folder: str, filenames: list[str], most: int | None) -> list[str]:
+    """So many of the files, the last used; they are not asked if there are no more than that."""
+    if most is None or len(filenames) <= most:
+        return filenames
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # gone by now, or no descriptor is left
+        return filenames[:most]
+
+    def mtime_ns(filename: str) -> int:
+        try:
+            return os.stat(filename, dir_fd=descriptor, follow_symlinks=False).st_mtime_ns
+        except OSError:
+            return 0
+
+    try:  # relative to the folder it takes two thirds of the time
+        return heapq.nlargest(most, filenames, key=mtime_ns)
+    finally:
+        os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -28,8 +29,12 @@ class Ledger:
         return int(text) if is_number else None
 
     def is_ours(self) -> bool:
-        """Whether the file holds nothing but what a ledger would."""
-        return self.read() is not None or os.fstat(self._descriptor).st_size == 0
+        """Whether the file holds nothing but what a ledger would.
+
+        Nothing at all: somebody was killed between making it and writing. Zeros: the power failed.
+        """
+        content = os.pread(self._descriptor, LEDGER_BYTES + 1, 0)
+        return self.read() is not None or content in (b"", bytes(LEDGER_BYTES))
 
     def write(self, nbytes: int) -> None:
         os.pwrite(self._descriptor, f"{max(0, nbytes):020d}\n".encode(), 0)
@@ -51,6 +56,20 @@ def locked(root: str) -> Iterator[Ledger]:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
+
+
+@contextmanager
+def owned(root: str) -> Iterator[Ledger]:
+    """The same, but only with a ledger of ours: nobody else's file is written to.
+
+    Raises:
+        OSError: as for `locked`, or the file is somebody else's.
+    """
+    with locked(root) as ledger:
+        if not ledger.is_ours():
+            path = os.path.join(root, LEDGER)
+            raise FileExistsError(errno.EEXIST, "this file is not the disk tier's", path)
+        yield ledger
 
 
 def _lock(path: str) -> int:

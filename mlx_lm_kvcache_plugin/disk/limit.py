@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from .access import remove_folders, unlink
 from .contents import Found, Role, all_files
 from .counters import DiskCounters
-from .ledger import LEDGER_BYTES, Ledger, locked
+from .ledger import LEDGER_BYTES, Ledger, owned
 from .names import BLOCK
 
 GIB = 1 << 30
@@ -24,6 +24,9 @@ RESCAN_SECONDS = 600.0
 
 KEPT_SHARE = 0.95
 """What eviction leaves of what is allowed: one look at all files then serves many writes."""
+
+_FILES_AT_A_TIME = 256
+"""Then other threads have their turn: a look at a hundred thousand files takes a second."""
 
 T = TypeVar("T")
 
@@ -70,7 +73,7 @@ class Limit:
         Raises:
             OSError: the folder is gone, or cannot be changed.
         """
-        with locked(self._root) as ledger:
+        with owned(self._root) as ledger:
             self._make_room(ledger, None, 0, ())
 
     def reserve(self, nbytes: int, keep: Collection[str], create: Callable[[], T]) -> T | None:
@@ -86,7 +89,7 @@ class Limit:
         Raises:
             OSError: from `create`, or the folder is gone or cannot be changed.
         """
-        with locked(self._root) as ledger:
+        with owned(self._root) as ledger:
             total = ledger.read() if time.monotonic() < self._rescan_at else None
             if not self._make_room(ledger, total, nbytes, keep):
                 return None
@@ -100,12 +103,12 @@ class Limit:
         Raises:
             OSError: it is gone, or the folder is.
         """
-        with locked(self._root):
+        with owned(self._root):
             os.rename(temporary, path)
 
     def remove(self, paths: Iterable[str]) -> None:
         """Delete files and take them off the ledger; what is not there is deleted already."""
-        with locked(self._root) as ledger:
+        with owned(self._root) as ledger:
             total = ledger.read()
             for path in paths:
                 try:
@@ -143,7 +146,9 @@ class Limit:
         self._rescan_at = time.monotonic() + RESCAN_SECONDS
         stale_ns = time.time_ns() - int(STALE_SECONDS * 1e9)
         files = []
-        for file in all_files(self._root):
+        for number, file in enumerate(all_files(self._root)):
+            if number % _FILES_AT_A_TIME == 0:
+                time.sleep(0)
             is_stale = file.role is Role.TEMPORARY and file.mtime_ns < stale_ns
             if not (is_stale and unlink(file.path)):
                 files.append(file)
@@ -182,8 +187,8 @@ def eviction_order(files: Iterable[Found]) -> list[Found]:
     """What has to go first, first: broken files, then the least recently used.
 
     A record goes before the block that it hangs below, however their times came about, since it
-    could not be found without it; and all go before the texts of their namespace. Temporary files
-    are no candidates: somebody is writing them.
+    could not be found without it, and a checkpoint before its tail; and all go before the texts of
+    their namespace. Temporary files are no candidates: somebody is writing them.
     """
     found = list(files)
     newest: dict[str, int] = {}
@@ -201,7 +206,7 @@ def eviction_order(files: Iterable[Found]) -> list[Found]:
 
 
 def _parents_first(files: Sequence[Found]) -> list[Found]:
-    """The same files, each preceded by the blocks above it."""
+    """The same files, each preceded by what it cannot be found or used without."""
     blocks = {
         (file.namespace, file.name.layout, file.name.own): file
         for file in files
@@ -215,7 +220,15 @@ def _parents_first(files: Sequence[Found]) -> list[Found]:
         while above and above.path not in placed:
             placed.add(above.path)
             way.append(above)
-            name = above.name
-            above = blocks.get((above.namespace, name.layout, name.parent)) if name else None
+            above = _above(above, blocks)
         result += reversed(way)
     return result
+
+
+def _above(file: Found, blocks: Mapping[tuple[str, bytes, bytes], Found]) -> Found | None:
+    """A checkpoint stands at the end of its tail; all else, below a block."""
+    if not file.name:
+        return None
+    keys = [file.name.parent] if file.name.kind == BLOCK else [file.name.own, file.name.parent]
+    found = (blocks.get((file.namespace, file.name.layout, key)) for key in keys)
+    return next(filter(None, found), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -88,3 +89,23 @@ class Name:
             return None
         unhex = bytes.fromhex
         return cls(unhex(parent), unhex(own), int(tokens), kind, unhex(layout))
+
+
+def may_be_child(
+    parent: bytes, kind: str | None = None, layout: bytes | None = None
+) -> Callable[[str], bool]:
+    """Tells by its ends whether a filename may be that of a record below a block.
+
+    Args:
+        kind, layout: of the record; None for any.
+    """
+    begin, suffix = f"{parent.hex()}-", ".safetensors"
+    end = suffix if layout is None else f"-{layout.hex()}{suffix}"
+    before_layout = -len(f"-{'':{2 * LAYOUT_BYTES}}{suffix}")
+
+    def may_be(filename: str) -> bool:
+        if not (filename.startswith(begin) and filename.endswith(end)):
+            return False
+        return kind is None or filename[before_layout - 1 : before_layout] == kind
+
+    return may_be

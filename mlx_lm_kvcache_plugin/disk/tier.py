@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -12,13 +11,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
-from .access import BrokenFile, open_file
+from .access import BrokenFile, is_broken, open_file
 from .counters import DiskCounters
-from .exit import flush_at_exit
-from .files import Record, decode, read_tokens
+from .exit import CLOSING_SECONDS, flush_at_exit
+from .files import Record, read_record, read_tokens
 from .folder import Folder, Home
 from .limit import DiskUsage, Limit
 from .names import Name
@@ -31,14 +31,13 @@ __all__ = ["DiskCounters", "DiskTier", "Home", "Offer", "flush_at_exit"]
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
 
 QUEUED_PATHS = 256
+QUEUED_OFFERS = 16_384
+"""No further path is taken then: long ones have hundreds of offers, of some 400 bytes each."""
+
 REMEMBERED_TOKENS = 4096
 """Records whose tokens are remembered, a kilobyte each: files never change."""
 
-CLOSING_SECONDS = 5.0
 PAUSE_SECONDS = 60.0
-
-_OUR_OWN_SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""What says nothing about the file that could not be opened."""
 
 T = TypeVar("T")
 
@@ -51,7 +50,8 @@ class DiskTier:
         limit_bytes: of all files in it, whoever wrote them.
         disk_usage: asks for the disk's size and free room.
         pause_seconds: how long nothing is written after the disk has refused.
-        queued_paths: how many paths may wait to be written.
+        queued_paths, queued_offers: how many may wait to be written; the last path that is taken
+            may have more.
     """
 
     def __init__(
@@ -62,9 +62,11 @@ class DiskTier:
         disk_usage: Callable[[str], DiskUsage] = shutil.disk_usage,
         pause_seconds: float = PAUSE_SECONDS,
         queued_paths: int = QUEUED_PATHS,
+        queued_offers: int = QUEUED_OFFERS,
     ) -> None:
         self.counters = DiskCounters()
         self._folder = Folder(folder)
+        self._limit_bytes = limit_bytes
         self._limit = Limit(self._folder.root, limit_bytes, self.counters, disk_usage)
         self._writer = Writer(self._folder, self._limit, self.counters, pause_seconds)
         self._tokens = lru_cache(REMEMBERED_TOKENS)(self._read_tokens)
@@ -72,10 +74,19 @@ class DiskTier:
             os.makedirs(self._folder.root, 0o700, exist_ok=True)
         except OSError as error:
             self._writer.pause(error)
-        self._worker = Worker("kvcache-disk", queued_paths)
+        self._worker = Worker("kvcache-disk", queued_paths, queued_offers)
         weakref.finalize(self, self._worker.retire).atexit = False
         self._queue(self._limit.enforce)
-        _tiers.add(self)
+
+    @property
+    def worker(self) -> Worker:
+        """Holds what is queued, and nothing of the tier; it ends when the tier is gone."""
+        return self._worker
+
+    @property
+    def accepts(self) -> bool:
+        """Whether an offer would be queued: if not, none need be made."""
+        return not self._writer.is_quiet and self._worker.has_room
 
     @property
     def used_bytes(self) -> int:
@@ -91,9 +102,21 @@ class DiskTier:
                 found[layout[0]] = layout[1]
         return found
 
-    def children(self, home: Home, parent: bytes) -> list[Name]:
-        """What lies below a block, or at the beginning; the last one used first."""
-        return self._folder.children(home, parent)
+    def children(
+        self,
+        home: Home,
+        parent: bytes,
+        kind: str | None = None,
+        layout: bytes | None = None,
+        most: int | None = None,
+    ) -> list[Name]:
+        """What lies below a block, or at the beginning, in no order.
+
+        Args:
+            kind, layout: only what has these; None for any.
+            most: if there are more, so many of those that were used last; None for all.
+        """
+        return self._folder.children(home, parent, kind, layout, most)
 
     def has(self, home: Home, name: Name) -> bool:
         """Whether a file of that name is there; what is in it shows when it is read."""
@@ -116,11 +139,13 @@ class DiskTier:
     def read(self, home: Home, name: Name) -> Record | None:
         """A record that is whole and what its name says, or None; notes that it was used."""
 
-        def look(file: BinaryIO) -> tuple[Record, int]:
-            data = file.read()
-            record = decode(name, data)
+        def look(file: BufferedReader) -> tuple[Record, int]:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes > self._limit_bytes:
+                raise BrokenFile(f"it alone has more than the limit: {nbytes:,} bytes")
+            record = read_record(name, file, nbytes)
             _note_use(file)
-            return record, len(data)
+            return record, nbytes
 
         found = self._examine(self._folder.record(home, name), look)
         if found is None:
@@ -139,7 +164,11 @@ class DiskTier:
         Returns:
             Whether it was queued: not if the queue is full or the writer pauses.
         """
-        return self._queue(partial(self._writer.store, home, layout_text, list(offers)))
+        if not self.accepts:
+            self.counters.skipped += 1
+            return False
+        job = partial(self._writer.store, home, layout_text, list(offers))
+        return self._queue(job, len(offers))
 
     def forget(self, home: Home, names: Sequence[Name]) -> None:
         """Have records deleted; never waits."""
@@ -153,11 +182,9 @@ class DiskTier:
         """Flush, but not for ever, and take nothing more to write; reading still works."""
         self._worker.close(CLOSING_SECONDS)
 
-    def _abandon(self) -> None:
-        self._worker.abandon()
-
-    def _queue(self, job: Callable[[], None]) -> bool:
-        if not self._writer.is_quiet and self._worker.put(partial(self._writer.attempt, job)):
+    def _queue(self, job: Callable[[], None], offers: int = 0) -> bool:
+        job = partial(self._writer.attempt, job)
+        if not self._writer.is_quiet and self._worker.put(job, offers):
             return True
         self.counters.skipped += 1
         return False
@@ -169,22 +196,18 @@ class DiskTier:
             raise LookupError  # and so it is not remembered
         return tokens
 
-    def _examine(self, path: str, look: Callable[[BinaryIO], T]) -> T | None:
+    def _examine(self, path: str, look: Callable[[BufferedReader], T]) -> T | None:
         """What `look` makes of a file; None if it is not there, or broken and set aside now."""
-        cause: Exception
         try:
             with open_file(path) as file:
                 return look(file)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, MemoryError) as error:
-            if isinstance(error, MemoryError) or error.errno in _OUR_OWN_SHORTAGE:
+        except (OSError, MemoryError, BrokenFile) as error:
+            if is_broken(error):
+                self._set_aside(path, error)
+            else:
                 self.counters.errors += 1
-                return None
-            cause = error
-        except BrokenFile as error:
-            cause = error
-        self._set_aside(path, cause)
         return None
 
     def _set_aside(self, path: str, cause: Exception) -> None:
@@ -196,20 +219,8 @@ class DiskTier:
         logger.log(level, "%s went into quarantine, and is a miss: %s", path, cause)
 
 
-def _note_use(file: BinaryIO) -> None:
+def _note_use(file: BufferedReader) -> None:
     """Set a file's time, unless it was set just now."""
     with suppress(OSError):  # on a read-only disk nothing is evicted either
         if os.fstat(file.fileno()).st_mtime < time.time() - FRESH_SECONDS:
             os.utime(file.fileno())
-
-
-_tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """A forked child has the tier, but not its thread."""
-    for tier in list(_tiers):
-        tier._abandon()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

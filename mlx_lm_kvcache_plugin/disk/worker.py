@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 
 Job = Callable[[], None]
+
+_running: set[Worker] = set()
+"""Those whose thread has not ended; it holds them anyway."""
 
 
 class Worker:
@@ -17,26 +21,41 @@ class Worker:
 
     Args:
         jobs: how many may wait.
+        load: no further job is taken while those that wait have as much together.
+
+    Attributes:
+        is_awaited: whether the end of the process waits for what is queued.
     """
 
-    def __init__(self, name: str, jobs: int) -> None:
-        self._limit = jobs
+    def __init__(self, name: str, jobs: int, load: int) -> None:
+        self._most_jobs = jobs
+        self._most_load = load
+        self.is_awaited = False
         self._reset()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        _running.add(self)
 
     def _reset(self) -> None:
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[tuple[Job, int]] = deque()
+        self._load = 0
         self._changed = threading.Condition(threading.RLock())
         self._is_busy = False
         self._is_closed = False
 
-    def put(self, job: Job) -> bool:
+    @property
+    def has_room(self) -> bool:
+        """Whether a job would be taken now."""
+        is_full = len(self._jobs) >= self._most_jobs or self._load >= self._most_load
+        return not (self._is_closed or is_full)
+
+    def put(self, job: Job, load: int = 0) -> bool:
         """Queue a job that raises nothing; False if the queue is full or closed."""
         with self._changed:
-            if self._is_closed or len(self._jobs) >= self._limit:
+            if not self.has_room:
                 return False
-            self._jobs.append(job)
+            self._jobs.append((job, load))
+            self._load += load
             self._changed.notify_all()
         return True
 
@@ -51,6 +70,7 @@ class Worker:
             self._is_closed = True
             self.flush(seconds)
             self._jobs.clear()
+            self._load = 0
             self._changed.notify_all()
 
     def retire(self) -> None:
@@ -65,8 +85,11 @@ class Worker:
         self._is_closed = True
 
     def _run(self) -> None:
-        while self._do_one():
-            pass
+        try:
+            while self._do_one():
+                pass
+        finally:
+            _running.discard(self)
 
     def _do_one(self) -> bool:
         """Its own frame: a job that is done is not held while waiting for the next."""
@@ -74,7 +97,8 @@ class Worker:
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
             if not self._jobs:
                 return False
-            job = self._jobs.popleft()
+            job, load = self._jobs.popleft()
+            self._load -= load
             self._is_busy = True
         try:
             job()
@@ -83,3 +107,17 @@ class Worker:
                 self._is_busy = False
                 self._changed.notify_all()
         return True
+
+
+def awaited() -> list[Worker]:
+    """The workers for which the end of the process waits."""
+    return [worker for worker in list(_running) if worker.is_awaited]
+
+
+def _abandon_all() -> None:
+    for worker in list(_running):
+        worker.abandon()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

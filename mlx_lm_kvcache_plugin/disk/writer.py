@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .access import unlink, write_whole
 from .counters import DiskCounters
@@ -105,11 +105,14 @@ class Writer:
             if not self._is_there(path) and not self._write(path, text.encode(), keep):
                 return
         lost: set[bytes] = set()
+        new: set[bytes] = set()
         offers.reverse()
         while offers:
             offer = offers.pop()
-            # What hangs below a block that is not there could not be found.
-            if offer.name.parent in lost or not self._store_one(home, offer, keep):
+            # What hangs below a block that is not there could not be found; a checkpoint, which
+            # has the key of its tail, could not be used without it.
+            is_lost = offer.name.parent in lost or offer.name.own in lost
+            if is_lost or not self._store_one(home, offer, keep, new):
                 lost.add(offer.name.own)
 
     def forget(self, home: Home, names: Sequence[Name]) -> None:
@@ -120,8 +123,12 @@ class Writer:
         """
         self._limit.remove(self._folder.record(home, name) for name in names)
 
-    def _store_one(self, home: Home, offer: Offer, keep: Collection[str]) -> bool:
-        """Whether the record is there now."""
+    def _store_one(self, home: Home, offer: Offer, keep: Collection[str], new: set[bytes]) -> bool:
+        """Whether the record is there now.
+
+        Args:
+            new: the keys of what this job has written: below that nothing is older.
+        """
         name = offer.name
         path = self._folder.record(home, name)
         if self._is_there(path):
@@ -135,8 +142,9 @@ class Writer:
             return False
         self._counters.files_written += 1
         self._counters.bytes_written += len(data)
-        if name.kind == BLOCK:
+        if name.kind == BLOCK and name.parent not in new:
             self._supersede(home, name, tokens)
+        new.add(name.own)
         return True
 
     def _is_there(self, path: str) -> bool:
@@ -172,19 +180,20 @@ class Writer:
 
     def _supersede(self, home: Home, name: Name, tokens: bytes) -> None:
         """Delete the shorter runs below the same block that a new one continues."""
-        others = [
-            other
-            for other in self._folder.children(home, name.parent)
-            if other.layout == name.layout
-        ]
-        bearing = {other.own for other in others if other.kind == CHECKPOINT}
+        others = set(self._folder.filenames(home, name.parent, layout=name.layout))
+        if others <= {name.filename}:
+            return
+        # A few hundred names that they would have, and not thousands that are there.
+        runs = (
+            replace(name, own=child_key(name.parent, tokens[: TOKEN_BYTES * length]), tokens=length)
+            for length in range(1, name.tokens)
+        )
         shorter = [
-            self._folder.record(home, other)
-            for other in others
-            if other.kind == BLOCK
-            and other.tokens < name.tokens
-            and other.own not in bearing  # a checkpoint stands at the end of its rows
-            and other.own == child_key(name.parent, tokens[: TOKEN_BYTES * other.tokens])
+            self._folder.record(home, run)
+            for run in runs
+            if run.filename in others
+            # A checkpoint stands at the end of its rows.
+            and replace(run, kind=CHECKPOINT).filename not in others
         ]
         if shorter:
             self._limit.remove(shorter)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mlx_lm_kvcache_plugin.__main__ import main
+from mlx_lm_kvcache_plugin.disk import command
+from mlx_lm_kvcache_plugin.disk.contents import Found, all_files
 from mlx_lm_kvcache_plugin.disk.ledger import LEDGER
 from mlx_lm_kvcache_plugin.disk.tier import Home
 from tests.disk.records import HOME, names_of, open_tier, path_of, put, stored, used
@@ -152,11 +158,68 @@ def test_a_folder_that_is_none(
     assert [path.name for path in empty.iterdir()] == ["foreign"]
 
 
-def test_a_foreign_file_that_has_the_name_of_the_lock(tmp_path: Path) -> None:
-    """Somebody else's: it stays."""
-    tmp_path.joinpath(LEDGER).write_text("somebody else's lock")
-    assert main(["disk", str(tmp_path), "--clear"]) == 0
-    assert tmp_path.joinpath(LEDGER).read_text() == "somebody else's lock"
+@pytest.mark.parametrize("text", ["somebody else's lock", "12345\n", "9" * 21])
+def test_a_foreign_file_that_has_the_name_of_the_lock(folder: Path, text: str) -> None:
+    """Somebody else's: it stays, and all that is ours goes."""
+    folder.joinpath(LEDGER).write_text(text)
+    assert main(["disk", str(folder), "--clear"]) == 0
+    assert [path.name for path in folder.iterdir()] == [LEDGER]
+    assert folder.joinpath(LEDGER).read_text() == text
+
+
+@pytest.mark.parametrize("seconds", [10**15, -(10**15), 10**12, -(10**12)])
+def test_a_time_that_no_calendar_has(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    """Anybody may set a file's time, and some disks keep whatever it is."""
+
+    def found(root: str) -> Iterator[Found]:
+        for file in all_files(root):
+            yield replace(file, mtime_ns=seconds * 10**9)
+
+    monkeypatch.setattr(command, "all_files", found)
+    assert main(["disk", str(folder)]) == 0
+    assert {tuple(row[-2:]) for row in lines(capsys)[1:]} == {("?", "?")}
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("\x1b]0;owned\x07\x1b[2J", "?]0;owned??[2J"),
+        ("one\nanother\u202e\ud800", "one?another??"),
+        ("m" * 10_000, "m" * 57 + "..."),
+        (["no text"], "unknown"),
+        ("modèle", "modèle"),
+    ],
+)
+def test_what_others_wrote_gives_a_terminal_no_orders(
+    folder: Path, capsys: pytest.CaptureFixture[str], model: object, shown: str
+) -> None:
+    """Whoever can write to the folder can write these texts."""
+    path = folder / HOME.namespace.hex() / "about.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+    assert main(["disk", str(folder)]) == 0
+    assert shown in [row[0] for row in lines(capsys)]
+
+
+def test_a_disk_that_cannot_be_read_breaks_no_file(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told and counted, but the file stays where it is."""
+    path = path_of(folder, names_of("ab")[0])
+    real = command.open_file
+
+    def fail(name: str) -> object:
+        if name == str(path):
+            raise OSError(errno.EIO, "no answer", name)
+        return real(name)
+
+    monkeypatch.setattr(command, "open_file", fail)
+    assert main(["disk", str(folder), "--verify"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "9 files read, 1 broken\n"
+    assert "no answer" in printed.err and "left where it is" in printed.err
+    assert path.exists()
 
 
 def test_one_thing_at_a_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,15 +194,19 @@ def test_a_file_without_permissions(tmp_path: Path) -> None:
         assert tier.counters.quarantined == 1
 
 
-def test_a_shortage_of_our_own_is_not_the_fault_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+NOT_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+
+
+@pytest.mark.parametrize("number", NOT_THE_FILE, ids=errno.errorcode.get)
+def test_what_is_not_the_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Out of descriptors: a miss, but the file stays."""
+    """Out of descriptors, or a network disk is away: a miss, but the file stays."""
     with open_tier(tmp_path) as tier:
         put(tier, "ab")
         (name,) = names_of("ab")
         with monkeypatch.context() as patch:
-            refuse(patch, tier, errno.EMFILE, path_of(tmp_path, name))
+            refuse(patch, tier, number, path_of(tmp_path, name))
             assert tier.read(HOME, name) is None
         assert (tier.counters.quarantined, tier.counters.errors) == (0, 1)
         assert tier.read(HOME, name)

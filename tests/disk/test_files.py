@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import load, save
 
 from mlx_lm_kvcache_plugin.disk.access import BrokenFile
-from mlx_lm_kvcache_plugin.disk.files import Record, decode, encode, read_tokens
+from mlx_lm_kvcache_plugin.disk.files import Record, decode, encode, read_record, read_tokens
 from mlx_lm_kvcache_plugin.disk.names import CHECKPOINT, Name
 from tests.disk.records import ids, make_record, names_of, same
 
@@ -216,3 +216,54 @@ def test_a_head_of_nonsense(head: str) -> None:
         decode(name_of("ab"), content)
     with pytest.raises((BrokenFile, OSError)):
         read_tokens(name_of("ab"), io.BytesIO(content))
+
+
+def head_of(**tensors: dict[str, object]) -> bytes:
+    """A head that says so of tensors, and the content of a whole file behind it."""
+    length = int.from_bytes(DATA[:8], "little")
+    head = json.loads(DATA[8 : 8 + length])
+    for key, changes in tensors.items():
+        head[key] |= changes
+    text = json.dumps(head).encode()
+    return len(text).to_bytes(8, "little") + text + DATA[8 + length :]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": [41]},
+        {"shape": [-40]},
+        {"shape": [40.0]},
+        {"shape": [True, 40]},
+        {"shape": "40"},
+        {"shape": [1 << 62, 1 << 62]},
+        {"shape": [0, 1 << 70]},
+        {"dtype": "F4"},
+        {"data_offsets": [0, 1 << 60]},
+        {"data_offsets": [-40, 0]},
+        {"data_offsets": [0, 40]},
+        {"data_offsets": [40, 0]},
+        {"data_offsets": [0, 20, 40]},
+        {"data_offsets": None},
+    ],
+)
+def test_a_head_that_does_not_fit_its_content(changes: dict[str, object]) -> None:
+    """Nothing is asked of memory for what is not there; tensors do not overlap."""
+    assert same(decode(name_of("abcd"), head_of()), make_record("cd", 40))
+    with pytest.raises(BrokenFile):
+        decode(name_of("abcd"), head_of(words=changes))
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read() -> None:
+    """Its size was asked before."""
+    with pytest.raises(BrokenFile, match="became shorter"):
+        read_record(name_of("abcd"), io.BytesIO(DATA[:-1]), len(DATA))
+
+
+def test_a_name_that_asks_for_too_much_memory() -> None:
+    """Of a file whose head agrees with it, as one with holes may."""
+    name = replace(name_of("ab"), tokens=999_999_999)
+    nbytes = 8 * name.tokens
+    head = json.dumps({"tokens": {"data_offsets": [0, nbytes]}}).encode()
+    with pytest.raises(BrokenFile, match="tokens of its name"):
+        read_tokens(name, io.BytesIO(len(head).to_bytes(8, "little") + head))

@@ -123,9 +123,12 @@ def test_the_disk_keeps_its_reserve(tmp_path: Path, total: int) -> None:
         assert not any(file.role is Role.RECORD for file in all_files(str(tmp_path)))
 
 
-@pytest.mark.parametrize("text", ["", "0\n", "nonsense", "-0000000000000000005\n", "9" * 5000])
-def test_a_ledger_that_is_garbage_is_made_anew(tmp_path: Path, text: str) -> None:
-    """From what is there; likewise one that is missing, and one that says too little at a start."""
+@pytest.mark.parametrize("text", ["", "\0" * LEDGER_BYTES])
+def test_a_ledger_that_was_torn_is_made_anew(tmp_path: Path, text: str) -> None:
+    """By a kill or a power cut: from what is there.
+
+    Likewise one that is missing, and one that says too little at a start.
+    """
     with open_tier(tmp_path) as tier:
         put(tier, "ab", 20 * KIB)
         tmp_path.joinpath(LEDGER).write_text(text)
@@ -232,3 +235,27 @@ def test_limits_of_several_tiers(tmp_path: Path) -> None:
             put(tier, letters, 30 * KIB)
         assert used(tmp_path) <= 50 * KIB
         assert stored(small, "ef") == "ef"
+
+
+FOREIGN = ["0\n", "nonsense", "12345\n", "-0000000000000000005\n", "9" * 20, "9" * 5000, "\0"]
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_a_file_of_others_that_has_the_name_of_the_ledger(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    """It is not written to: one warning, and nothing is written until it is gone."""
+    tmp_path.joinpath(LEDGER).write_text(text)
+    with open_tier(tmp_path, pause_seconds=0) as tier:
+        for _ in range(2):
+            put(tier, "ab")
+        tier.forget(HOME, names_of("ab"))
+        assert tier.flush(60)
+        assert [path.name for path in tmp_path.iterdir()] == [LEDGER]
+        assert tmp_path.joinpath(LEDGER).read_text() == text
+        assert [str(tmp_path / LEDGER) in record.getMessage() for record in caplog.records] == [
+            True
+        ]
+        tmp_path.joinpath(LEDGER).unlink()
+        put(tier, "ab")
+        assert stored(tier, "ab") == "ab"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from mlx_lm_kvcache_plugin.disk.names import (
     Name,
     child_key,
     layout_digest,
+    may_be_child,
     root_key,
 )
 from tests.disk.records import ids
@@ -86,3 +89,13 @@ def test_keys_are_chained_and_kept_apart() -> None:
     assert len(set(all_keys)) == len(all_keys)
     assert layout_digest("one") != layout_digest("another")
     assert len(layout_digest("")) == 8
+
+
+@given(blocks | checkpoints, blocks | checkpoints, st.sampled_from([None, BLOCK, CHECKPOINT]))
+def test_what_a_name_shows_unparsed(name: Name, other: Name, kind: str | None) -> None:
+    """Its parent, its kind and its layout."""
+    for one in (name, replace(other, parent=name.parent), replace(other, layout=name.layout)):
+        expected = one.parent == name.parent and kind in (None, one.kind)
+        assert may_be_child(name.parent, kind)(one.filename) == expected
+        expected &= one.layout == name.layout
+        assert may_be_child(name.parent, kind, name.layout)(one.filename) == expected

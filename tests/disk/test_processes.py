@@ -113,16 +113,16 @@ def test_a_process_killed_at_any_moment(tmp_path: Path) -> None:
 
 
 ENDING = """
-import os, signal, sys, threading, time
+import gc, os, signal, sys, threading, time
 from pathlib import Path
 from mlx_lm_kvcache_plugin.disk.exit import flush_at_exit
-import mlx_lm_kvcache_plugin.disk.tier as tier_module
+import mlx_lm_kvcache_plugin.disk.exit as exit_module
 from mlx_lm_kvcache_plugin.disk.tier import DiskTier, Offer
 from tests.disk.records import *
 
 how = sys.argv[2]
 if how == "stuck":
-    tier_module.CLOSING_SECONDS = 0.5
+    exit_module.CLOSING_SECONDS = 0.5
 if how == "handled":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 tier = DiskTier(Path(sys.argv[1]), 10 * MIB, disk_usage=lambda _: Disk())
@@ -134,7 +134,10 @@ def slowly(make):
 tier.offer(HOME, LAYOUT, [Offer(each.name, slowly(each.make)) for each in offers_of("abcd")])
 if how == "stuck":
     tier.offer(HOME, LAYOUT, [Offer(names_of("xy")[0], lambda: time.sleep(60))])
-if how not in ("end", "raise"):
+if how.startswith("dropped"):
+    del tier
+    gc.collect()
+if how not in ("end", "raise", "dropped"):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
 if how == "raise":
@@ -144,10 +147,20 @@ if how == "raise":
 
 @pytest.mark.parametrize(
     ("how", "status"),
-    [("end", 0), ("raise", 4), ("term", -signal.SIGTERM), ("handled", 3)],
+    [
+        ("end", 0),
+        ("raise", 4),
+        ("term", -signal.SIGTERM),
+        ("handled", 3),
+        ("dropped", 0),
+        ("dropped, then term", -signal.SIGTERM),
+    ],
 )
 def test_what_is_queued_is_written_before_the_end(tmp_path: Path, how: str, status: int) -> None:
-    """Also by SIGTERM, whose exit status stays; a handler of somebody else's is left alone."""
+    """Also by SIGTERM, whose exit status stays; a handler of somebody else's is left alone.
+
+    Nobody need hold the tier any more.
+    """
     process = start("-c", ENDING, str(tmp_path), how)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (status, "")

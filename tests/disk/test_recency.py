@@ -6,13 +6,16 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_lm_kvcache_plugin.disk.contents import Found, Role
+from mlx_lm_kvcache_plugin.disk.folder import Folder, Home
 from mlx_lm_kvcache_plugin.disk.limit import eviction_order
-from mlx_lm_kvcache_plugin.disk.names import layout_digest
+from mlx_lm_kvcache_plugin.disk.names import BLOCK, CHECKPOINT, layout_digest
 from mlx_lm_kvcache_plugin.disk.tier import Offer
 from tests.disk.records import (
     HOME,
@@ -96,12 +99,16 @@ def test_a_tail_that_bears_a_checkpoint_stays(tmp_path: Path) -> None:
 
 
 times = st.integers(0, 5)
+PATHS = ("ab", "abcd", "abx", "abx!", "ab!", "xy")
 
 
-@given(st.lists(st.tuples(st.sampled_from(["ab", "abcd", "abcdef", "abx", "xy"]), times)))
+@given(st.lists(st.tuples(st.sampled_from(PATHS), times)))
 def test_the_order_of_eviction(uses: list[tuple[str, int]]) -> None:
-    """Children before parents; else by the last use of a file or of anything below it."""
-    last = {letters[:end]: t for letters, t in uses for end in range(2, len(letters) + 1, 2)}
+    """Children before parents, and a checkpoint before its tail.
+
+    Else by the last use of a file or of anything below it.
+    """
+    last = {letters[:end]: t for letters, t in uses for end in (2, 3, 4) if letters[:end] in PATHS}
     last |= {letters: t for letters, t in uses}
     files = [
         Found(letters, Role.RECORD, 1, when, "ns", names_of(letters)[-1])
@@ -124,3 +131,58 @@ def test_a_circle_of_names_that_lie_is_no_trap() -> None:
     lies = [type(a)(a.own, b.own, 2, "b", a.layout), type(a)(b.own, a.own, 2, "b", a.layout)]
     files = [Found(str(n), Role.RECORD, 1, n, "ns", name) for n, name in enumerate(lies)]
     assert len(eviction_order(files)) == 2
+
+
+def test_a_checkpoint_gives_way_before_its_tail(tmp_path: Path) -> None:
+    """Whichever was used last: without the tail it could not be used."""
+    with open_tier(tmp_path, 100 * KIB) as tier:
+        put(tier, "abc!", 20 * KIB)
+        age(tmp_path, names_of("abc!")[:2], 2000)
+        age(tmp_path, names_of("abc!")[2:], 1000)
+        put(tier, "xy", 45 * KIB)
+        assert [tier.has(HOME, name) for name in names_of("abc!")] == [True, True, False]
+
+
+def test_a_path_is_compared_with_its_siblings_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is below a block that was just written is not older than it."""
+    with open_tier(tmp_path) as tier:
+        for letters in ("a", "abc"):
+            put(tier, letters)
+        listed: list[bytes] = []
+        real = Folder.filenames
+
+        def filenames(folder: Folder, home: Home, parent: bytes, **more: Any) -> list[str]:
+            listed.append(parent)
+            return real(folder, home, parent, **more)
+
+        monkeypatch.setattr(Folder, "filenames", filenames)
+        put(tier, "abcdefghi")
+        assert listed == [names_of("ab")[0].own]
+        assert [stored(tier, each) for each in ("abcdefghi", "abc", "a")] == [
+            "abcdefghi",
+            "ab.",
+            ".",
+        ]
+
+
+def test_children_are_chosen_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kind and layout; no file is asked for its time unless there are more than wanted."""
+    with open_tier(tmp_path) as tier:
+        for seconds, letters in enumerate(["abc!", "abd", "abe", "xy"]):
+            put(tier, letters)
+            age(tmp_path, names_of(letters)[1:], 100 * seconds)
+        parent, layout = names_of("ab")[0].own, names_of("ab")[0].layout
+        tails = [names_of(letters)[1] for letters in ("abc!", "abd", "abe")]
+        last_used = tier.children(HOME, parent, BLOCK, layout, most=2)
+        assert sorted(last_used, key=tails.index) == tails[:2]
+        for call in ("stat", "lstat"):
+            monkeypatch.setattr(os, call, None)
+        assert set(tier.children(HOME, parent)) == {*names_of("abc!")[1:], *tails}
+        assert set(tier.children(HOME, parent, BLOCK, most=3)) == set(tails)
+        assert tier.children(HOME, parent, CHECKPOINT, layout) == names_of("abc!")[2:]
+        assert tier.children(HOME, parent, layout=layout_digest("another")) == []
+        monkeypatch.undo()

@@ -101,8 +101,8 @@ def test_while_it_pauses_nothing_is_queued(tmp_path: Path, monkeypatch: pytest.M
     with open_tier(tmp_path, pause_seconds=60) as tier:
         put(tier, "ab")
         with refusing(monkeypatch, (os, "fsync"), errno.ENOSPC):
-            assert put(tier, "cdef")
-        assert not put(tier, "ghij")
+            assert tier.accepts and put(tier, "cdef")
+        assert not tier.accepts and not put(tier, "ghij")
         assert (tier.counters.skipped, tier.counters.errors) == (1, 1)
         assert tier.read(HOME, names_of("ab")[0])
 

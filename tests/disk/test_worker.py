@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -10,9 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from mlx_lm_kvcache_plugin.disk.files import Record
-from mlx_lm_kvcache_plugin.disk.tier import DiskTier, Offer
-from mlx_lm_kvcache_plugin.disk.worker import Worker
+from mlx_lm_kvcache_plugin.disk.tier import DiskTier, Offer, flush_at_exit
+from mlx_lm_kvcache_plugin.disk.worker import Worker, awaited
 from tests.disk.records import (
     HOME,
     LAYOUT,
@@ -59,6 +62,21 @@ def test_a_full_queue_skips_and_never_blocks(tmp_path: Path) -> None:
         assert put(tier, "zz")
 
 
+def test_long_paths_fill_the_queue_too(tmp_path: Path) -> None:
+    """By their records; and what need not be offered can be known before."""
+    with open_tier(tmp_path, queued_offers=4) as tier:
+        with held_up(tier):
+            queued = []
+            for letters in ("aabbcc", "ddeeff", "gg"):
+                assert tier.accepts == (len(queued) < 2)
+                queued.append(tier.offer(HOME, LAYOUT, offers_of(letters)))
+        assert queued == [True, True, False]
+        assert tier.flush(60)
+        assert tier.accepts and tier.counters.skipped == 1
+        assert stored(tier, "aabbcc") + stored(tier, "ddeeff") == "aabbccddeeff"
+    assert not tier.accepts
+
+
 def test_flushing_takes_no_longer_than_allowed(tmp_path: Path) -> None:
     """False if the time was too short; true when all is written."""
     with open_tier(tmp_path) as tier:
@@ -94,15 +112,22 @@ def settled_threads() -> list[threading.Thread]:
     return threading.enumerate()
 
 
-def test_a_tier_that_nobody_holds_takes_its_thread_along(tmp_path: Path) -> None:
-    """But not before what was queued is written."""
+@pytest.mark.parametrize("is_awaited", [False, True], ids=["", "awaited"])
+def test_a_tier_that_nobody_holds_takes_its_thread_along(tmp_path: Path, is_awaited: bool) -> None:
+    """But not before what was queued is written; also one that is to be flushed at the end."""
     tier = DiskTier(tmp_path, 1 << 20, disk_usage=lambda _: Disk())
+    if is_awaited:
+        before = signal.getsignal(signal.SIGTERM)
+        flush_at_exit(tier)
+        signal.signal(signal.SIGTERM, before)
+        assert awaited() == [tier.worker]
     tier.offer(HOME, LAYOUT, offers_of("ab"))
     gone = weakref.ref(tier)
     del tier
     gc.collect()
     assert gone() is None
     assert not any(thread.name == "kvcache-disk" for thread in settled_threads())
+    assert awaited() == []
     with open_tier(tmp_path) as tier:
         assert stored(tier, "ab") == "ab"
 
@@ -113,7 +138,7 @@ def test_the_queue_holds_nothing_that_it_has_done() -> None:
     class Thing:
         def __call__(self) -> None: ...
 
-    worker = Worker("test", 5)
+    worker = Worker("test", 5, 5)
     thing = Thing()
     gone = weakref.ref(thing)
     worker.put(thing)

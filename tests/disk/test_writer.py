@@ -56,6 +56,18 @@ def test_what_is_gone_by_then_is_left_out(tmp_path: Path) -> None:
         assert tier.counters.errors == 0
 
 
+def test_a_checkpoint_whose_tail_is_gone_is_left_out(tmp_path: Path) -> None:
+    """It could not be used; one that has no tail stands alone."""
+    with open_tier(tmp_path) as tier:
+        offers = offers_of("abc!")
+        tier.offer(HOME, LAYOUT, [offers[0], Offer(offers[1].name, lambda: None), offers[2]])
+        assert tier.flush(60)
+        assert [tier.has(HOME, name) for name in names_of("abc!")] == [True, False, False]
+        tier.offer(HOME, LAYOUT, [offers[0], offers_of("abc!")[2]])
+        assert tier.flush(60)
+        assert [tier.has(HOME, name) for name in names_of("abc!")] == [True, False, True]
+
+
 def test_a_record_that_cannot_be_made_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
