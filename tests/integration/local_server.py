@@ -181,6 +181,12 @@ class LocalServer(Client):
         """The `PrefixCache` inside; None if stock's class runs, or if nothing is kept."""
         return getattr(self.prompt_cache, "cache", None)
 
+    @property
+    def tier(self) -> Any:
+        """The `DiskTier` inside; None without a folder."""
+        offload = getattr(self.cache, "_offload", None)
+        return offload and offload._tier
+
     def settle(self) -> None:
         """Wait until all that was answered has been stored too."""
         turn = self._turns
