@@ -18,7 +18,9 @@ def results(name: str) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "row", [*results("bench_store"), *results("bench_chat")], ids=lambda row: row["what"]
+    "row",
+    [row for name in ("bench_store", "bench_chat", "bench_restart") for row in results(name)],
+    ids=lambda row: row["what"],
 )
 def test_the_figures_are_the_measured_ones(row: dict) -> None:
     """Each row of the results stands in the table, with its value and its target."""
