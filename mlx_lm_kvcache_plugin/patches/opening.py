@@ -63,7 +63,7 @@ in the server's keys, the third tells whether there is a draft model."""
 
 IN_BATCH = "batch"
 """How upstream treats caches when it computes prompts beside others: in some models with states it
-takes the padding for tokens, and what such a batch left is not for a prompt that is alone."""
+takes the padding for tokens, and what a batch left of states is not for a prompt that is alone."""
 
 LIVE_QUANTIZATION = ("kv_bits", "kv_group_size", "quantized_kv_start")
 """What says how upstream quantizes the caches that it decodes with, as an argument or a flag."""
