@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..disk.tier import DiskTier, flush_at_exit
+from ..fingerprint import fingerprint
 from ..layers import LayerKinds
 from ..options import MIB
 from ..plugins import plugins
@@ -17,7 +18,6 @@ from ..prefix_cache import PrefixCache
 from ..settings import Settings
 from ..store.budget import Budget
 from .announcement import bits_of
-from .fingerprint import fingerprint
 from .models_cache import empty_caches
 from .portable import PortableLayers
 

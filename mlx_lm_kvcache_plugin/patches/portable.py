@@ -14,8 +14,8 @@ import mlx.core as mx
 from ..codecs.base import Array
 from ..codecs.packing import TensorSpec
 from ..errors import LayerKindError
+from ..fingerprint.code import name_of
 from ..layers import Frozen, LayerKind, LayerKinds, Layout
-from .code import name_of
 from .layer_kinds import STATE, UNUSED, Empty
 from .models_cache import CONTAINERS, Leaf, Nested
 from .snapshot import HostArray, HostObject, Snapshot
