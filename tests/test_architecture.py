@@ -42,7 +42,7 @@ HOUSE = {
     "__main__": room({"__init__", "doctor", "disk"}),
     "doctor": room({"__init__", "patches", "plugins"} | LEAVES),
     "patches": room(
-        {"prefix_cache", "matching", "spaces", "layers", "store", "codecs", "disk"}
+        {"prefix_cache", "matching", "spaces", "layers", "store", "codecs", "disk", "fingerprint"}
         | {"plugins", "hookspecs"}
         | LEAVES,
         "mlx mlx_lm numpy",
@@ -66,6 +66,7 @@ HOUSE = {
     "hookspecs": room(others="pluggy"),
     "store": room(LEAVES, "numpy psutil"),
     "codecs": room(LEAVES, "mlx numpy"),
+    "fingerprint": room(others="mlx numpy"),
     "disk": room(LEAVES, "numpy safetensors tqdm"),
     "settings": room({"options", "errors"}),
     "options": room({"errors"}),

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -1064,22 +1065,31 @@ def test_what_found_no_place_in_the_queue_is_offered_when_it_is_used(
     assert kinds(tmp_path)[CHECKPOINT, 2] == 1
 
 
-@both_shapes
-def test_a_record_that_means_nothing_is_no_obstacle(
-    start: Start, shape: dict[str, Any], tmp_path: Path
-) -> None:
-    """Sound files whose numbers are of another shape: one miss, and then memory goes on alone."""
-    start().insert(range(9), **shape)
-    process = start()
+@contextmanager
+def reading(process: Process, change: Callable[[Record], Record]) -> Iterator[None]:
+    """Sound records that say something else."""
     stock = process.tier.read
 
     def read(home: Any, name: Name) -> Record | None:
         record = stock(home, name)
         assert record is not None
+        return change(record)
+
+    with patch.object(process.tier, "read", read):
+        yield
+
+
+@both_shapes
+def test_a_record_that_means_nothing_is_no_obstacle(start: Start, shape: dict[str, Any]) -> None:
+    """Sound files whose numbers are of another shape: one miss, and then memory goes on alone."""
+    start().insert(range(9), **shape)
+    process = start()
+
+    def narrowed(record: Record) -> Record:
         arrays = {key: array[..., :1, :] for key, array in record.arrays.items() if array.ndim > 2}
         return Record(record.tokens, record.meta, record.arrays | arrays)
 
-    with patch.object(process.tier, "read", read):
+    with reading(process, narrowed):
         with pytest.raises(Exception, match=r"."):
             process.hits([*range(9), NEVER], **shape)
         process.insert(range(9), **shape)
@@ -1093,14 +1103,11 @@ def test_a_label_is_one_that_is_known(start: Start, shape: dict[str, Any], label
     """Whatever a file says: it ends up in counts by label."""
     start().insert(range(9), **shape)
     process = start()
-    stock = process.tier.read
 
-    def read(home: Any, name: Name) -> Record | None:
-        record = stock(home, name)
-        assert record is not None
+    def labelled(record: Record) -> Record:
         return Record(record.tokens, {**record.meta, "label": label}, record.arrays)
 
-    with patch.object(process.tier, "read", read):
+    with reading(process, labelled):
         assert process.hits([*range(9), NEVER], **shape) == [9]
     assert set(process.cache.tree.sequences) <= {"", SYSTEM, USER, PROMPT, GENERATED}
     process.cache.tree.check()

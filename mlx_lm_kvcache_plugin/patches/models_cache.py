@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from ..codecs.packing import Tensor, TensorSpec
-from ..layers import TOKEN_WISE, Fetched, Layer, LayerKind, LayerKinds, Layers, Layout
+from ..layers import STATEFUL, TOKEN_WISE, Fetched, Layer, LayerKind, LayerKinds, Layers, Layout
 from .layer_kinds import STATE, UNUSED, is_empty
 from .snapshot import Snapshot
 
@@ -133,6 +133,11 @@ def kind_of(cache: Any, kinds: LayerKinds) -> LayerKind:
 def needs_checkpoints(caches: LayerCaches, kinds: LayerKinds) -> bool:
     """Whether a model with such caches cannot be resumed at any token, once a prompt is long."""
     return any(kind_of(cache, kinds).name != TOKEN_WISE for cache in leaves_of(caches))
+
+
+def has_states(caches: LayerCaches, kinds: LayerKinds) -> bool:
+    """Whether something in them is neither rows nor a window."""
+    return any(kind_of(cache, kinds).name == STATEFUL for cache in leaves_of(caches))
 
 
 def _take(cache: Any, kinds: LayerKinds) -> tuple[LayerKind, Layer[Any]]:

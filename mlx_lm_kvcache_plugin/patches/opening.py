@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..disk.tier import DiskTier, flush_at_exit
+from ..fingerprint import fingerprint
 from ..layers import LayerKinds
 from ..options import MIB
 from ..plugins import plugins
@@ -17,7 +18,6 @@ from ..prefix_cache import PrefixCache
 from ..settings import Settings
 from ..store.budget import Budget
 from .announcement import bits_of
-from .fingerprint import fingerprint
 from .models_cache import empty_caches
 from .portable import PortableLayers
 
@@ -63,7 +63,7 @@ in the server's keys, the third tells whether there is a draft model."""
 
 IN_BATCH = "batch"
 """How upstream treats caches when it computes prompts beside others: in some models with states it
-takes the padding for tokens, and what such a batch left is not for a prompt that is alone."""
+takes the padding for tokens, and what a batch left of states is not for a prompt that is alone."""
 
 LIVE_QUANTIZATION = ("kv_bits", "kv_group_size", "quantized_kv_start")
 """What says how upstream quantizes the caches that it decodes with, as an argument or a flag."""

@@ -14,6 +14,7 @@ import mlx.core as mx
 from ..codecs.base import Array
 from ..codecs.packing import TensorSpec
 from ..errors import LayerKindError
+from ..fingerprint.code import name_of
 from ..layers import Frozen, LayerKind, LayerKinds, Layout
 from .layer_kinds import STATE, UNUSED, Empty
 from .models_cache import CONTAINERS, Leaf, Nested
@@ -38,7 +39,7 @@ class PortableLayers:
 
     def __init__(self, kinds: LayerKinds, caches: Sequence[Any]) -> None:
         self._kinds = kinds
-        self._classes = {_name(each): each for each in (*kinds.classes(), *_classes_in(caches))}
+        self._classes = {name_of(each): each for each in (*kinds.classes(), *_classes_in(caches))}
 
     def layout_to(self, layout: Layout) -> str | None:
         """A layout as text, the same for the same layout; None if it has no such form."""
@@ -74,7 +75,7 @@ class PortableLayers:
             return {"container": container, "members": list(map(self._entry_to, entry.members))}
         fixed: Any = entry.fixed
         if isinstance(fixed, Empty):
-            fixed = {"empty": self._packed([_name(fixed.cache_class), fixed.snapshot.frozen])}
+            fixed = {"empty": self._packed([name_of(fixed.cache_class), fixed.snapshot.frozen])}
         else:
             fixed = {"fixed": self._packed(fixed)}
         return {
@@ -113,7 +114,7 @@ class PortableLayers:
     def _kind_to(self, kind: LayerKind) -> str:
         named = {id(known): name for name, known in KIND_NAMES.items()}
         for each in self._kinds.classes():
-            named.setdefault(id(self._kinds.get(each)), _name(each))
+            named.setdefault(id(self._kinds.get(each)), name_of(each))
         if id(kind) not in named:
             raise LayerKindError(f"{kind!r} belongs to no class")
         return named[id(kind)]
@@ -166,8 +167,8 @@ class _Packing:
             return {"array": [len(self.arrays) - 1, _dtype_to(value.dtype)]}
         if isinstance(value, mx.Dtype):
             return {"dtype": _dtype_to(value)}
-        if isinstance(value, HostObject) and self._classes.get(_name(value.kind)) is value.kind:
-            return {"object": [_name(value.kind), self.pack(value.attributes)]}
+        if isinstance(value, HostObject) and self._classes.get(name_of(value.kind)) is value.kind:
+            return {"object": [name_of(value.kind), self.pack(value.attributes)]}
         if type(value) in (list, tuple):
             return {type(value).__name__: list(map(self.pack, value))}
         if type(value) is dict:
@@ -215,10 +216,6 @@ def _classes_in(caches: Sequence[Any]) -> Iterator[type]:
         elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
             yield type(value)
             waiting.append(vars(value))
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _dtype_to(dtype: mx.Dtype) -> str:

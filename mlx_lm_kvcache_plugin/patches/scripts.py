@@ -20,7 +20,7 @@ from ..spaces import MOST_NAMESPACES
 from ..store.thinning import GENERATED
 from . import complain
 from .layer_kinds import BuiltInLayerKinds
-from .models_cache import LayerCaches, empty_caches, needs_checkpoints
+from .models_cache import LayerCaches, empty_caches, has_states, needs_checkpoints
 from .opening import IN_BATCH, Identity, attach, identify, open_cache
 from .prompt_cache import PrefixPromptCache
 from .ranks import Ranks
@@ -136,7 +136,8 @@ class Scripts:
                 fresh += empty_caches(draft_model)
             if like is None:
                 is_token_wise = not needs_checkpoints(fresh, self._kinds)
-                treatment = IN_BATCH if in_batch and not is_token_wise else quantization
+                is_padded = in_batch and has_states(fresh, self._kinds)
+                treatment = IN_BATCH if is_padded else quantization
                 namespace = identify(model, treatment, draft_model)
                 self._attach(face, namespace, [model, draft_model])
             else:

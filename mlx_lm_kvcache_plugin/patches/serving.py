@@ -22,7 +22,7 @@ from .checkpoints import (
     split,
     start_of_thinking,
 )
-from .models_cache import empty_caches, needs_checkpoints
+from .models_cache import empty_caches, has_states, needs_checkpoints
 from .opening import IN_BATCH, LIVE_QUANTIZATION, attach, identify, open_cache
 from .prompt_cache import PrefixPromptCache
 from .ranks import Ranks
@@ -119,7 +119,7 @@ class Serving:
             treatment: Any = tuple(getattr(flags, flag, None) for flag in LIVE_QUANTIZATION)
             if treatment[0] is None:
                 caches = [cache for model in models for cache in empty_caches(model)]
-                treatment = IN_BATCH if needs_checkpoints(caches, self.kinds) else None
+                treatment = IN_BATCH if has_states(caches, self.kinds) else None
             identity = identify(provider.model, treatment, draft_model)
             name = _name_of(provider.model_key, flags)
             attach(cache, provider.model_key, identity, models, self.kinds, name)

@@ -29,6 +29,7 @@ from tests.patches.generating import (
     steps,
     tokenizer_of,
 )
+from tests.patches.refusals import check_refusal
 
 RAW = {"MLX_LM_KV_CACHE_CODEC": "raw"}
 
@@ -151,19 +152,7 @@ def test_another_shape_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With its reason, the module untouched; on stderr only if a variable of ours is set."""
-    name, value, reason = WRONG_SHAPES[kind]
-    if value is None:
-        delattr(module, name)
-    else:
-        setattr(module, name, value)
-    if asked_for:
-        monkeypatch.setenv("MLX_LM_KV_CACHE_BITS", "4")
-    before = dict(vars(module))
-    patches.apply(module)
-    assert vars(module) == before
-    assert patches.outcomes[NAME].startswith("refused: ") and reason in patches.outcomes[NAME]
-    said = capsys.readouterr().err
-    assert said.count("\n") == asked_for and (reason in said) == asked_for
+    check_refusal(module, WRONG_SHAPES[kind], asked_for, monkeypatch, capsys)
 
 
 def test_the_present_shape_is_known(module: Any) -> None:

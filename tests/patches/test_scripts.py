@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_lm_kvcache_plugin.patches import fingerprint as fingerprints
+from mlx_lm_kvcache_plugin import fingerprint as fingerprints
 from mlx_lm_kvcache_plugin.patches import opening, scripts
 from mlx_lm_kvcache_plugin.patches.prompt_cache import PrefixPromptCache
 from mlx_lm_kvcache_plugin.plugins import plugins

@@ -24,6 +24,7 @@ from mlx_lm_kvcache_plugin.errors import PatchRefused
 from mlx_lm_kvcache_plugin.patches import server as patch
 from mlx_lm_kvcache_plugin.patches.prompt_cache import PrefixPromptCache
 from mlx_lm_kvcache_plugin.plugins import plugins
+from tests.patches.refusals import check_refusal
 
 MODEL = ("model", None, None)
 
@@ -203,20 +204,7 @@ def test_another_shape_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With its reason, the module untouched; on stderr only if a variable of ours is set."""
-    name, value, reason = WRONG_SHAPES[kind]
-    if value is None:
-        delattr(module, name)
-    else:
-        setattr(module, name, value)
-    if asked_for:
-        monkeypatch.setenv("MLX_LM_KV_CACHE_BITS", "4")
-    before = dict(vars(module))
-    patches.apply(module)
-    assert vars(module) == before
-    assert patches.outcomes["mlx_lm.server"] == f"refused: {reason}"
-    said = capsys.readouterr().err
-    expected = f"mlx_lm_kvcache_plugin: mlx_lm.server was not patched: {reason}\n"
-    assert said == (expected if asked_for else "")
+    check_refusal(module, WRONG_SHAPES[kind], asked_for, monkeypatch, capsys)
 
 
 def test_a_flag_of_ours_on_the_command_line_asks_too(

@@ -34,9 +34,8 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm_kvcache_plugin.codecs.base import CodecOptions
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.codecs.rotated import RotatedCodec
-from mlx_lm_kvcache_plugin.patches import fingerprint as patch
-from mlx_lm_kvcache_plugin.patches import weights
-from mlx_lm_kvcache_plugin.patches.fingerprint import fingerprint
+from mlx_lm_kvcache_plugin.fingerprint import fingerprint, weights
+from mlx_lm_kvcache_plugin.fingerprint import walk as patch
 from tests import models
 from tests.families import CONFIGURATIONS, reason_to_skip
 from tests.patches.generating import load
@@ -65,7 +64,7 @@ def test_it_is_the_same_in_any_process(folder: Path, model: Any, seed: str) -> N
     """Whatever the hashes of its strings are."""
     code = (
         "from pathlib import Path; from mlx_lm.utils import load_model; "
-        "from mlx_lm_kvcache_plugin.patches.fingerprint import fingerprint; "
+        "from mlx_lm_kvcache_plugin.fingerprint import fingerprint; "
         f"print(fingerprint(load_model(Path({str(folder)!r}))[0]).hex())"
     )
     assert in_process(code, seed) == fingerprint(model).hex()
@@ -672,7 +671,7 @@ def test_codecs_have_one_that_stays() -> None:
         "from mlx_lm_kvcache_plugin.codecs.base import CodecOptions\n"
         "from mlx_lm_kvcache_plugin.codecs.raw import RawCodec\n"
         "from mlx_lm_kvcache_plugin.codecs.rotated import RotatedCodec\n"
-        "from mlx_lm_kvcache_plugin.patches.fingerprint import fingerprint\n"
+        "from mlx_lm_kvcache_plugin.fingerprint import fingerprint\n"
         "options = CodecOptions(bits=8, group_size=64)\n"
         "print(fingerprint((RotatedCodec(options), RawCodec(options))).hex())"
     )
