@@ -19,7 +19,7 @@ def check_refusal(
     """Apply the patch to a module that differs: the reason is told, and nothing is changed.
 
     Args:
-        change: a name, what it is bound to (None: it is missing), and the beginning of the reason.
+        change: a name, what it is bound to (None: it is missing), and a part of the reason.
         asked_for: whether a variable of ours is set: only then stderr has a line.
     """
     name, value, reason = change
@@ -33,7 +33,7 @@ def check_refusal(
     patches.apply(module)
     assert vars(module) == before
     outcome, upstream = patches.outcomes[module.__name__], module.__name__
-    assert outcome.startswith(f"refused: {reason}") or f"refused: {upstream} {reason}" == outcome
+    assert outcome.startswith("refused: ") and reason in outcome
     told = outcome.removeprefix("refused: ")
     expected = f"mlx_lm_kvcache_plugin: {upstream} was not patched: {told}\n"
     assert capsys.readouterr().err == (expected if asked_for else "")
