@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from tests.integration.clients import HOST, Client
@@ -35,6 +37,8 @@ class StockServer(Client):
                 env=clean_environment(**variables),
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                # Tests that run in the background have it ignored, and children inherit that.
+                preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             )
 
     def output(self) -> str:

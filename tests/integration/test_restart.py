@@ -83,6 +83,11 @@ def ask_all(server: Client | Restarted, **options: Any) -> list[Answer]:
     return answers
 
 
+def slow(value: Any) -> Any:
+    """A parameter that is left out of the default run."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def any_configuration() -> Iterator[None]:
     """Upstream's way to a tokenizer checks the configuration of models that it knows itself."""
@@ -98,8 +103,8 @@ def records(disk: Path) -> list[Path]:
 # What a restarted server finds
 
 
-@pytest.mark.parametrize("mode", ["batched", pytest.param("sequential", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mamba", "qwen3_next"])
+@pytest.mark.parametrize("mode", ["batched", slow("sequential")])
+@pytest.mark.parametrize("family", ["llama", *map(slow, ("gemma3_text", "mamba")), "qwen3_next"])
 def test_a_restarted_server_hits_what_a_running_one_would(
     family_folder: Callable[[str], Path], tmp_path: Path, family: str, mode: str
 ) -> None:
@@ -116,6 +121,7 @@ def test_a_restarted_server_hits_what_a_running_one_would(
     assert cached[0] == 0 < cached[2] and cached[-2] == HIT_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("--kv-cache-bits", "4"), ("--kv-cache-codec", "affine")])
 def test_what_is_quantized_comes_back_bit_for_bit(
     model: Path, tmp_path: Path, arguments: tuple[str, ...]
@@ -159,7 +165,7 @@ def slow_disk(folder: Path, seconds: float) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_what_is_queued_is_written_before_the_end(
     model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -288,7 +294,7 @@ def test_the_same_model_under_another_path_hits(model: Path, tmp_path: Path) -> 
         assert server.text(TEXT).cached_tokens == 0
 
 
-@pytest.mark.parametrize("is_on_disk", [True, False])
+@pytest.mark.parametrize("is_on_disk", [slow(True), False])
 def test_weights_that_change_while_a_server_runs(
     model: Path, anything: LocalServer, tmp_path: Path, is_on_disk: bool
 ) -> None:
@@ -410,6 +416,7 @@ def serves_on(server: LocalServer, cold: LocalServer, count: int = 3) -> bool:
     return server.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "number"), REFUSALS)
 def test_a_disk_that_refuses_while_a_server_runs(
     model: Path,
@@ -555,7 +562,7 @@ def check_damaged(model: Path, disk: Path, expected: Answer) -> tuple[int, int]:
         return answer.cached_tokens, server.tier.counters.quarantined
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", slow("qwen3_next")])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_records(
     stored: Callable[[str], tuple[Path, Path, Answer]],
@@ -574,7 +581,7 @@ def test_damaged_records(
     assert cached == 0 and quarantined >= 1
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", slow("qwen3_next")])
 def test_records_that_have_each_others_names(
     stored: Callable[[str], tuple[Path, Path, Answer]], tmp_path: Path, family: str
 ) -> None:
@@ -590,6 +597,7 @@ def test_records_that_have_each_others_names(
     assert cached == 0 and quarantined >= 1
 
 
+@pytest.mark.slow
 def test_a_damaged_block_in_the_middle(
     stored: Callable[[str], tuple[Path, Path, Answer]], tmp_path: Path
 ) -> None:
@@ -607,6 +615,7 @@ def test_a_damaged_block_in_the_middle(
     assert hits == {0, 128, 256}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["*/layout-*.json", "*/about.json", "usage.lock"])
 @pytest.mark.parametrize(
     "damage", [truncate, empty, replace_by_a_stranger, replace_by_a_link, replace_by_a_folder]
@@ -652,7 +661,7 @@ def reuse(lines: Sequence[str]) -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("family", ["llama", pytest.param("lfm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", slow("lfm")])
 def test_a_command_and_the_next_one(tmp_path: Path, run_python: RunPython, family: str) -> None:
     """The second reuses what the first computed; both say what the stock command says."""
     model = models.FAMILIES[family](tmp_path / family)
@@ -705,6 +714,7 @@ def test_what_a_server_batches_is_shared_but_for_states(
     assert reuse(generate(run_python, model, TEXT, *ours)) == (HIT_TOKENS, 300)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_a_command_with_another_model_never_hits(tmp_path: Path, run_python: RunPython) -> None:
     """Nor with other weights in the same place; with the same in another place it does."""
