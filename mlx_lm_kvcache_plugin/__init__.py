@@ -1,4 +1,4 @@
-"""A quantized, shared and bounded prefix cache for the stock `mlx_lm.server`.
+"""A quantized, shared and bounded prefix cache for the stock commands of mlx-lm.
 
 Every start of Python in an environment that has the plugin imports this file and calls `install()`.
 So it imports nothing but `os` and `sys`, which are loaded by then, and not even `__future__`; all
