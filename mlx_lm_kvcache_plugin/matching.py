@@ -25,11 +25,6 @@ class Prefix:
     blocks: tuple[Block, ...]
     checkpoint: Block | None = None
 
-    @property
-    def tip(self) -> Block:
-        """The deepest node of it."""
-        return self.checkpoint or self.blocks[-1]
-
 
 def find_prefix(tree: BlockTree, space: Space, wanted: Tokens) -> Prefix | None:
     """The longest stored prefix of these tokens that does not end inside of an image."""

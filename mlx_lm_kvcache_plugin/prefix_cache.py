@@ -182,7 +182,7 @@ class PrefixCache:
     def _touch(self, prefix: Prefix, tokens: Sequence[int]) -> None:
         """Mark what was used; and the system prompt's end, where the next chat will resume."""
         if prefix.checkpoint is None:
-            self.tree.touch(prefix.tip)
+            self.tree.touch(prefix.blocks[-1])
             return
         ids = np.array(tokens[: prefix.tokens], np.int64)
         for node, _ in self.tree.checkpoints(prefix.space, ids):

@@ -12,6 +12,7 @@ from .disk.files import Record
 from .disk.names import BLOCK, CHECKPOINT, Name
 from .disk.tier import DiskTier, Home
 from .layers import Portable
+from .matching import find_prefix
 from .naming import Naming
 from .spaces import Space
 from .store.blocks import Sized, Tokens, before_image, common_tokens
@@ -66,9 +67,7 @@ class Restoration:
 
     def _restore_rows(self) -> int:
         way = self._tree.walk(self._space, self._ids)
-        held, depth = len(way), len(way)
-        while depth + 1 < len(self._keys) and self._tier.has(self._home, self._block(depth)):
-            depth += 1
+        held, depth = len(way), self._depth_on_disk(len(way))
         names = [self._block(place) for place in range(held, depth)]
         sequence = self._ids[: depth * self._step]
         rows = 0
@@ -106,44 +105,30 @@ class Restoration:
     # What can be resumed at checkpoints alone
 
     def _restore_checkpoint(self) -> int:
-        usable = (
-            position
-            for _, position in self._tree.checkpoints(self._space, self._ids)
-            if self._can_end(position)
-        )
-        for depth, name in self._checkpoints(next(usable, 0)):
+        in_memory = find_prefix(self._tree, self._space, self._ids)
+        for depth, name in self._checkpoints(in_memory.tokens if in_memory else 0):
             if restored := self._restore_at(depth, name):
                 return restored
         return 0
 
-    def _can_end(self, position: int) -> bool:
-        """Whether a hit may end there: not inside of an image."""
-        return before_image(self._ids, position) == position
-
     def _checkpoints(self, held: int) -> Iterator[tuple[int, Name]]:
         """Those behind so many tokens, and how many blocks lead there; the deepest first."""
-        for depth in range(self._depth_on_disk(), -1, -1):
+        deepest = len(self._keys) - 1
+        if self._space.layout.rows:  # as far as these are to be had
+            deepest = self._depth_on_disk(len(self._tree.walk(self._space, self._ids)))
+        for depth in range(deepest, -1, -1):
             start = depth * self._step
             rest = self._ids[start : start + self._step]
             for name in sorted(self._children(depth, CHECKPOINT), key=lambda name: -name.tokens):
                 position = start + name.tokens
                 if (
                     held < position <= len(self._ids)
-                    and self._can_end(position)
+                    and before_image(self._ids, position) == position
                     and name == self._name(CHECKPOINT, depth, rest[: name.tokens])
                 ):
                     yield depth, name
             if start <= held:
                 return
-
-    def _depth_on_disk(self) -> int:
-        """After how many blocks a checkpoint may stand: as far as their rows are to be had."""
-        if not self._space.layout.rows:
-            return len(self._keys) - 1
-        depth = len(self._tree.walk(self._space, self._ids))
-        while depth + 1 < len(self._keys) and self._tier.has(self._home, self._block(depth)):
-            depth += 1
-        return depth
 
     def _restore_at(self, depth: int, name: Name) -> int:
         """Restore a checkpoint and all that leads there: how many tokens were read, 0 if it fails.
@@ -198,6 +183,12 @@ class Restoration:
         return Checkpoint(windows, self._portable.states_from(record.meta["states"], states))
 
     # Both
+
+    def _depth_on_disk(self, depth: int) -> int:
+        """How many blocks of the way there are, if there are so many already."""
+        while depth + 1 < len(self._keys) and self._tier.has(self._home, self._block(depth)):
+            depth += 1
+        return depth
 
     def _block(self, place: int) -> Name:
         """The file of the block behind so many blocks."""

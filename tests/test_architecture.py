@@ -55,7 +55,7 @@ HOUSE = {
         {"restoring", "naming", "spaces", "writing", "layers", "store", "codecs", "disk"} | LEAVES
     ),
     "restoring": room(
-        {"naming", "spaces", "writing", "layers", "store", "codecs", "disk"}, "numpy"
+        {"naming", "matching", "spaces", "writing", "layers", "store", "codecs", "disk"}, "numpy"
     ),
     "naming": room({"store", "disk"}),
     "matching": room({"spaces", "store"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from io import BufferedReader
 from typing import BinaryIO
 
@@ -16,6 +17,9 @@ _LONGEST_TEXT = 1 << 20
 _SAYS_THAT_IT_IS_BROKEN = {errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.EPERM}
 """A link, a folder, a socket, or closed to us. What else a disk says, such as EIO or ESTALE, may be
 over in a moment, and then the file is as good as before."""
+
+FRESH_SECONDS = 60.0
+"""A use is not noted again within this time: order among chats needs no more."""
 
 
 class BrokenFile(KVCachePluginError):
@@ -74,6 +78,16 @@ def make_folder(path: str) -> None:
     except FileExistsError:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise
+
+
+def note_use(file: str | int, mtime: float) -> None:
+    """Set the time of a file, or of an open one, unless it was set just now.
+
+    Raises:
+        OSError: it is gone, or the disk is read-only.
+    """
+    if mtime < time.time() - FRESH_SECONDS:
+        os.utime(file)
 
 
 def unlink(path: str) -> bool:

@@ -55,7 +55,7 @@ class Limit:
         disk_usage: Callable[[str], DiskUsage] = shutil.disk_usage,
     ) -> None:
         self._root = root
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._counters = counters
         self._disk_usage = disk_usage
         self._rescan_at = 0.0
@@ -65,7 +65,7 @@ class Limit:
         """What the folder may hold now: within the limit, and leaving the disk its reserve."""
         disk = self._disk_usage(self._root)
         reserve_bytes = max(2 * GIB, disk.total // 20)
-        return max(0, min(self._limit_bytes, used_bytes + disk.free - reserve_bytes))
+        return max(0, min(self.limit_bytes, used_bytes + disk.free - reserve_bytes))
 
     def enforce(self) -> None:
         """Look at all files, and evict what is more than allowed.

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import stat
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
-from .access import BrokenFile, is_broken, open_file
+from .access import BrokenFile, is_broken, note_use, open_file
 from .counters import DiskCounters
 from .exit import CLOSING_SECONDS, flush_at_exit
 from .files import Record, read_record, read_tokens
@@ -24,7 +23,7 @@ from .limit import DiskUsage, Limit
 from .names import Name
 from .texts import read_layout
 from .worker import Worker
-from .writer import FRESH_SECONDS, Offer, Writer
+from .writer import Offer, Writer
 
 __all__ = ["DiskCounters", "DiskTier", "Home", "Offer", "flush_at_exit"]
 
@@ -66,7 +65,6 @@ class DiskTier:
     ) -> None:
         self.counters = DiskCounters()
         self._folder = Folder(folder)
-        self._limit_bytes = limit_bytes
         self._limit = Limit(self._folder.root, limit_bytes, self.counters, disk_usage)
         self._writer = Writer(self._folder, self._limit, self.counters, pause_seconds)
         self._tokens = lru_cache(REMEMBERED_TOKENS)(self._read_tokens)
@@ -140,11 +138,13 @@ class DiskTier:
         """A record that is whole and what its name says, or None; notes that it was used."""
 
         def look(file: BufferedReader) -> tuple[Record, int]:
-            nbytes = os.fstat(file.fileno()).st_size
-            if nbytes > self._limit_bytes:
+            status = os.fstat(file.fileno())
+            nbytes = status.st_size
+            if nbytes > self._limit.limit_bytes:
                 raise BrokenFile(f"it alone has more than the limit: {nbytes:,} bytes")
             record = read_record(name, file, nbytes)
-            _note_use(file)
+            with suppress(OSError):  # on a read-only disk nothing is evicted either
+                note_use(file.fileno(), status.st_mtime)
             return record, nbytes
 
         found = self._examine(self._folder.record(home, name), look)
@@ -164,9 +164,6 @@ class DiskTier:
         Returns:
             Whether it was queued: not if the queue is full or the writer pauses.
         """
-        if not self.accepts:
-            self.counters.skipped += 1
-            return False
         job = partial(self._writer.store, home, layout_text, list(offers))
         return self._queue(job, len(offers))
 
@@ -217,10 +214,3 @@ class DiskTier:
         level = logging.DEBUG if self.counters.quarantined else logging.WARNING
         self.counters.quarantined += 1
         logger.log(level, "%s went into quarantine, and is a miss: %s", path, cause)
-
-
-def _note_use(file: BufferedReader) -> None:
-    """Set a file's time, unless it was set just now."""
-    with suppress(OSError):  # on a read-only disk nothing is evicted either
-        if os.fstat(file.fileno()).st_mtime < time.time() - FRESH_SECONDS:
-            os.utime(file.fileno())

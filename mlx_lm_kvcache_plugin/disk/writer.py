@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from .access import unlink, write_whole
+from .access import note_use, unlink, write_whole
 from .counters import DiskCounters
 from .files import TOKEN_BYTES, Record, encode
 from .folder import Folder, Home
@@ -18,9 +18,6 @@ from .names import BLOCK, CHECKPOINT, Name, child_key, layout_digest
 from .texts import about_text
 
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
-
-FRESH_SECONDS = 60.0
-"""A use is not noted again within this time: order among chats needs no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +153,7 @@ class Writer:
         if not stat.S_ISREG(status.st_mode):
             self._counters.quarantined += self._folder.quarantine(path)
             return False
-        if status.st_mtime < time.time() - FRESH_SECONDS:
-            os.utime(path)
+        note_use(path, status.st_mtime)
         return True
 
     def _write(self, path: str, data: bytes, keep: Collection[str]) -> bool:

@@ -129,12 +129,13 @@ class Scripts:
         with self._entered() as face, self.failing_softly():
             if face is None:
                 return None
-            fresh = empty_caches(model)
-            if draft_model is not None:
-                if len(fresh) != len(model.layers):  # by which upstream tells the two apart
-                    return None
-                fresh += empty_caches(draft_model)
+            fresh: LayerCaches = []
             if like is None:
+                fresh = empty_caches(model)
+                if draft_model is not None:
+                    if len(fresh) != len(model.layers):  # by which upstream tells the two apart
+                        return None
+                    fresh += empty_caches(draft_model)
                 is_token_wise = not needs_checkpoints(fresh, self._kinds)
                 is_padded = in_batch and has_states(fresh, self._kinds)
                 treatment = IN_BATCH if is_padded else quantization
