@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests import models
-from tests.integration.stock_server import clean_environment
+from tests.conftest import RunPython
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -31,27 +29,11 @@ TOKENS = len(models.chat_tokens([{"role": "user", "content": PROMPT}]))
 
 REUSED = f"Prefix cache: 0 of {TOKENS} prompt tokens reused"
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(run_python: RunPython) -> RunPython:
     """Run this Python, or a command that lies beside it, with nothing of ours but what is given."""
-
-    def run(
-        *arguments: str, command: str = "", **variables: str
-    ) -> subprocess.CompletedProcess[str]:
-        executable = str(Path(sys.executable).with_name(command)) if command else sys.executable
-        return subprocess.run(
-            [executable, *arguments],
-            cwd=tmp_path,
-            env=clean_environment(**variables),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-
-    return run
+    return partial(run_python, HF_HUB_OFFLINE="1")
 
 
 def answer_of(output: str) -> str:
@@ -60,7 +42,7 @@ def answer_of(output: str) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_way_to_generate_has_our_flags(run: Run, model: Path, name: str) -> None:
+def test_each_way_to_generate_has_our_flags(run: RunPython, model: Path, name: str) -> None:
     """The same answer, and the line among the statistics."""
     command, arguments = COMMANDS[name]
     common = (*arguments, "--model", str(model), *ARGUMENTS)
@@ -72,7 +54,7 @@ def test_each_way_to_generate_has_our_flags(run: Run, model: Path, name: str) ->
     assert "Prefix cache" not in stock.stdout and stock.stderr == ours.stderr
 
 
-def test_a_variable_does_the_same(run: Run, model: Path) -> None:
+def test_a_variable_does_the_same(run: RunPython, model: Path) -> None:
     """Unless a flag switches it off."""
     common = ("--model", str(model), *ARGUMENTS)
     options = {"command": "mlx_lm.generate", "MLX_LM_KV_CACHE_CODEC": "affine"}
@@ -83,7 +65,7 @@ def test_a_variable_does_the_same(run: Run, model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlx_lm.generate", "python -m mlx_lm.generate"])
-def test_each_help_shows_our_group_at_the_end(run: Run, name: str) -> None:
+def test_each_help_shows_our_group_at_the_end(run: RunPython, name: str) -> None:
     command, arguments = COMMANDS[name]
     ours = run(*arguments, "--help", command=command)
     stock = run(*arguments, "--help", command=command, MLX_LM_KVCACHE_PLUGIN_DISABLE="1")
@@ -106,7 +88,7 @@ def test_each_help_shows_our_group_at_the_end(run: Run, name: str) -> None:
     ],
 )
 def test_a_wrong_flag_ends_the_command(
-    run: Run, flags: tuple[str, ...], variables: dict[str, str], message: str
+    run: RunPython, flags: tuple[str, ...], variables: dict[str, str], message: str
 ) -> None:
     """With exit code 2 and one clear line, before a model is looked for."""
     result = run("--model", "no/such/model", *flags, command="mlx_lm.generate", **variables)
@@ -115,7 +97,7 @@ def test_a_wrong_flag_ends_the_command(
     assert "error: " in last and message in last and "Traceback" not in result.stderr
 
 
-def test_a_prompt_cache_file_is_the_users(run: Run, model: Path, tmp_path: Path) -> None:
+def test_a_prompt_cache_file_is_the_users(run: RunPython, model: Path, tmp_path: Path) -> None:
     """It is read as ever, nothing is looked up, and the file stays as it is."""
     file = tmp_path / "cache.safetensors"
     made = run(
@@ -150,7 +132,7 @@ print("ANSWERS", answers)
 """
 
 
-def test_a_script_that_knows_nothing_of_us(run: Run, model: Path, tmp_path: Path) -> None:
+def test_a_script_that_knows_nothing_of_us(run: RunPython, model: Path, tmp_path: Path) -> None:
     """It answers as without the plugin, from what it computed before."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
@@ -163,7 +145,9 @@ def test_a_script_that_knows_nothing_of_us(run: Run, model: Path, tmp_path: Path
     assert "Prefix cache" not in stock.stdout and stock.stderr == ours.stderr
 
 
-def test_a_wrong_variable_does_not_end_a_script(run: Run, model: Path, tmp_path: Path) -> None:
+def test_a_wrong_variable_does_not_end_a_script(
+    run: RunPython, model: Path, tmp_path: Path
+) -> None:
     """One line on stderr, and it goes on without a store."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
@@ -187,7 +171,7 @@ print(files == {module.__file__}, module.BatchGenerator.__module__,
 """
 
 
-def test_without_flags_and_variables_the_functions_are_upstreams(run: Run) -> None:
+def test_without_flags_and_variables_the_functions_are_upstreams(run: RunPython) -> None:
     """And what they would be replaced by is not even loaded by it; nor is the server's own name."""
     code = IDENTITY.replace(", mlx_lm.server\n", "\n").replace(
         "mlx_lm.server.BatchGenerator is module.BatchGenerator", "True"
@@ -198,7 +182,7 @@ def test_without_flags_and_variables_the_functions_are_upstreams(run: Run) -> No
     assert not loaded & {"scripts", "steps"}
 
 
-def test_with_a_variable_the_generator_of_batches_stays_upstreams(run: Run) -> None:
+def test_with_a_variable_the_generator_of_batches_stays_upstreams(run: RunPython) -> None:
     """The server and others import it from there."""
     result = run("-c", IDENTITY, MLX_LM_KV_CACHE_BITS="8")
     assert result.stdout.split()[:3] == ["False", "mlx_lm.generate", "True"], result.stderr
