@@ -91,6 +91,7 @@ def test_flushing_takes_no_longer_than_allowed(tmp_path: Path) -> None:
 
 def test_a_closed_tier_reads_but_does_not_write(tmp_path: Path) -> None:
     """What was queued is written first; closing twice is closing once; its thread is gone."""
+    others = set(threading.enumerate())
     with open_tier(tmp_path) as tier:
         tier.offer(HOME, LAYOUT, offers_of("ab"))
         tier.close()
@@ -100,34 +101,39 @@ def test_a_closed_tier_reads_but_does_not_write(tmp_path: Path) -> None:
         assert tier.flush(60)
         assert stored(tier, "ab") == "ab"
         assert tier.read(HOME, names_of("ab")[0])
-    assert not any(thread.name == "kvcache-disk" for thread in settled_threads())
+    assert not threads_beside(others)
 
 
-def settled_threads() -> list[threading.Thread]:
-    """Those that are left once the ones that were told to end have had time to."""
+def threads_beside(others: set[threading.Thread]) -> set[threading.Thread]:
+    """Those that are left once the ones that were told to end have had time to.
+
+    Args:
+        others: that ran before: tests of other files may have left some.
+    """
     for _ in range(1000):
-        if not any(thread.name == "kvcache-disk" for thread in threading.enumerate()):
+        if not set(threading.enumerate()) - others:
             break
         time.sleep(0.01)
-    return threading.enumerate()
+    return set(threading.enumerate()) - others
 
 
 @pytest.mark.parametrize("is_awaited", [False, True], ids=["", "awaited"])
 def test_a_tier_that_nobody_holds_takes_its_thread_along(tmp_path: Path, is_awaited: bool) -> None:
     """But not before what was queued is written; also one that is to be flushed at the end."""
+    others, others_awaited = set(threading.enumerate()), awaited()
     tier = DiskTier(tmp_path, 1 << 20, disk_usage=lambda _: Disk())
     if is_awaited:
         before = signal.getsignal(signal.SIGTERM)
         flush_at_exit(tier)
         signal.signal(signal.SIGTERM, before)
-        assert awaited() == [tier.worker]
+        assert set(awaited()) == {*others_awaited, tier.worker}
     tier.offer(HOME, LAYOUT, offers_of("ab"))
-    gone = weakref.ref(tier)
+    gone, worker = weakref.ref(tier), tier.worker
     del tier
     gc.collect()
     assert gone() is None
-    assert not any(thread.name == "kvcache-disk" for thread in settled_threads())
-    assert awaited() == []
+    assert not threads_beside(others)
+    assert worker not in awaited()
     with open_tier(tmp_path) as tier:
         assert stored(tier, "ab") == "ab"
 
