@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import mlx.core as mx
 
 from .codecs.base import Array as HostArray
-from .codecs.packing import Tensor, TensorSpec
+from .codecs.tensors import Tensor, TensorSpec
 from .codecs.windows import WindowTensor
 from .errors import LayerKindError
 
@@ -60,7 +60,8 @@ class LayerKind(Protocol):
         """A new cache object after `tokens` tokens, of evaluated arrays that are its own.
 
         Rows come as they were taken, or the first `tokens` of them; window and state come as they
-        were at exactly this position.
+        were at exactly this position. A kind that has an attribute `takes_room`, and it is true,
+        may get rows that go on with zeros, for what the model will add.
         """
 
 
@@ -177,7 +178,7 @@ class Fetched:
 
     Attributes:
         tokens: how many.
-        rows: [heads, tokens, dim] each, evaluated.
+        rows: [heads, tokens, dim] each, evaluated; perhaps with room for more behind them.
         windows: [heads, held tokens, dim] each, evaluated.
         states: in the order of the layers that have one.
     """

@@ -132,6 +132,7 @@ class PrefixCache:
         tokens: Sequence[int],
         prefix: Prefix | None,
         translate: Callable[[Fetched], Any] = lambda fetched: fetched,
+        room: int = 0,
     ) -> Any:
         """Decode what was matched.
 
@@ -139,6 +140,7 @@ class PrefixCache:
             tokens: of the prompt.
             prefix: what `match` found for it, with no call in between.
             translate: makes of a `Fetched` what the caller wants; a failure of it is no hit.
+            room: how many rows the model will add: there is room for them behind the others.
 
         Returns:
             What `translate` made of it; None if nothing was found.
@@ -147,7 +149,7 @@ class PrefixCache:
         result = None
         if prefix is not None:
             try:
-                result = translate(self._decode(prefix))
+                result = translate(self._decode(prefix, room))
             except UNUSABLE:
                 self._distrust(prefix.space.namespace)
                 raise
@@ -160,12 +162,12 @@ class PrefixCache:
             self.record(Hit(len(tokens), prefix.tokens, time.perf_counter() - begun))
         return result
 
-    def _decode(self, prefix: Prefix) -> Fetched:
+    def _decode(self, prefix: Prefix, room: int) -> Fetched:
         space = prefix.space
         rows, windows, states = [], [], []
         if space.layout.rows:
             payloads = [cast(Payload, block.payload) for block in prefix.blocks]
-            rows = list(space.rows.decode(payloads, prefix.tokens))
+            rows = space.rows.decode(payloads, prefix.tokens, room)
         if prefix.checkpoint is not None:
             checkpoint = cast(Checkpoint, prefix.checkpoint.payload)
             windows = space.windows.decode(checkpoint.windows)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_lm_kvcache_plugin import hookimpl
-from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
+from mlx_lm_kvcache_plugin.codecs.tensors import TensorSpec
 from mlx_lm_kvcache_plugin.layers import TOKEN_WISE, Layer
 
 

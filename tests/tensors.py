@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
+from mlx_lm_kvcache_plugin.codecs.tensors import TensorSpec
 
 
 @dataclass
@@ -43,3 +43,8 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(Rows, "rows", spy)
     return asked
+
+
+def runs(asked: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Those of them that were encoded; a look at one row has a tensor evaluated."""
+    return {(start, stop) for start, stop in asked if stop - start > 1}

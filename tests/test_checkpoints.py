@@ -39,7 +39,7 @@ from tests.store.caches import (
     make_cache,
     state_of,
 )
-from tests.tensors import Rows, rows_read
+from tests.tensors import Rows, rows_read, runs
 
 SHAPES: dict[str, dict[str, Any]] = {
     "rows, windows and a state": MIXED,
@@ -133,7 +133,7 @@ def test_only_what_is_new_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = layers_for(range(16 * 22 + 3), **TINY, state_bytes=100)
     asked = rows_read(monkeypatch)
     cache.insert(MODEL, range(layers.tokens), layers, USER)
-    assert set(asked) == {(320, 352), (352, 355)}
+    assert runs(asked) == {(320, 352), (352, 355)}
     asked.clear()
     cache.insert(MODEL, range(layers.tokens), layers, USER)
     assert asked == []
@@ -640,7 +640,7 @@ def crash_in_the_states(call: int, layers: Layers, machine: Machine, patch: Any)
 
 
 CRASHES: dict[Callable[[int, Layers, Machine, Any], Layers], int] = {
-    crash_in_the_codec: 10,
+    crash_in_the_codec: 4,
     crash_in_the_tensors: 10,
     crash_in_the_probe: 3,
     crash_in_the_payload: 20,
@@ -687,8 +687,8 @@ def test_a_crash_skips_an_insert_whole(
     assert is_what_was_computed(fetched, tokens, **MIXED)
 
 
-@pytest.mark.parametrize("call", range(1, 8))
-def test_a_crash_in_a_fetch_changes_nothing(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", [1, 2, 3, 4, "restore"])
+def test_a_crash_in_a_fetch_changes_nothing(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller turns it into a miss; what is stored is there the next time."""
     events: list[Event] = []
     cache = make_cache(emit=events.append)
@@ -696,7 +696,7 @@ def test_a_crash_in_a_fetch_changes_nothing(call: int, monkeypatch: pytest.Monke
     before = state_of(cache)
     events.clear()
     with monkeypatch.context() as patch:
-        if call == 7:
+        if call == "restore":
             patch.setattr(State, "restore", mock.Mock(side_effect=Crash))
         else:
             patch.setattr(RawCodec, "decode", fail_on_call(call, RawCodec.decode))

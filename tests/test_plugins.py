@@ -18,7 +18,8 @@ import pytest
 from mlx_lm_kvcache_plugin import Codec, hookimpl, hookspecs
 from mlx_lm_kvcache_plugin import plugins as plugins_module
 from mlx_lm_kvcache_plugin.codecs.base import CodecOptions
-from mlx_lm_kvcache_plugin.codecs.packing import Packer, TensorSpec
+from mlx_lm_kvcache_plugin.codecs.packing import Packer
+from mlx_lm_kvcache_plugin.codecs.tensors import TensorSpec
 from mlx_lm_kvcache_plugin.events import Miss
 from mlx_lm_kvcache_plugin.layers import LayerKinds
 from mlx_lm_kvcache_plugin.patches.layer_kinds import BUILT_IN, BuiltInLayerKinds
@@ -164,7 +165,7 @@ def test_the_worked_codec_keeps_half_the_bytes_and_two_bits_of_mantissa() -> Non
     packer = Packer([TensorSpec(2, 80, mx.float16)] * 2, codec, codec)
     payloads = packer.encode(tensors, 0, 128, 2)
     assert sum(payload.nbytes for payload in payloads) < 0.51 * 2 * x.nbytes
-    for decoded in packer.decode(payloads, 200):
+    for decoded in packer.decode([0, 1], payloads, 200):
         original = x[:, :200]
         assert decoded.dtype == mx.float16 and decoded.shape == original.shape
         assert mx.all(mx.abs(decoded - original) <= mx.abs(original) / 8 + 2e-5)

@@ -37,7 +37,7 @@ from tests.store.caches import (
     state_of,
     tensors_for,
 )
-from tests.tensors import Rows, rows_read
+from tests.tensors import Rows, rows_read, runs
 
 
 class Events(list[Event]):
@@ -168,7 +168,7 @@ def test_what_a_hit_hands_over_is_evaluated(codec: str) -> None:
 
 def test_only_the_rows_of_the_hit_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks beyond the match are not looked at, and of the last one just the rows that match."""
-    cache = make_cache("rotated", 4, block_tokens=16)
+    cache = make_cache("rotated", 3, block_tokens=16)  # through MLX's operations on a CPU too
     decoded_rows: list[int] = []
     dequantize = mx.dequantize
 
@@ -184,10 +184,10 @@ def test_only_the_rows_of_the_hit_are_decoded(monkeypatch: pytest.MonkeyPatch) -
         return decoded_rows
 
     insert(cache, range(165))
-    assert rows_decoded(37) == [37] * 4
-    assert rows_decoded(32) == [32] * 4
-    assert rows_decoded(160) == [160] * 4
-    assert sorted(rows_decoded(163)) == [3] * 4 + [160] * 4
+    assert rows_decoded(37) == [37]  # of all four tensors, which look alike
+    assert rows_decoded(32) == [32]
+    assert rows_decoded(160) == [160]
+    assert sorted(rows_decoded(163)) == [3, 160]
 
 
 # What an insert does
@@ -200,7 +200,7 @@ def test_growing_a_conversation_encodes_what_is_new(monkeypatch: pytest.MonkeyPa
     longer = tensors_for(range(16 * 22 + 3), **TINY)
     asked = rows_read(monkeypatch)
     insert_rows(cache, range(16 * 22 + 3), longer)
-    assert set(asked) == {(320, 352), (352, 355)}
+    assert runs(asked) == {(320, 352), (352, 355)}
     asked.clear()
     insert_rows(cache, range(16 * 22 + 3), longer)
     insert_rows(cache, range(16 * 21), longer)
@@ -213,7 +213,7 @@ def test_blocks_are_encoded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     tensors = tensors_for(range(4 * 40), **TINY)
     asked = rows_read(monkeypatch)
     insert_rows(cache, range(4 * 40), tensors)
-    assert sorted(set(asked)) == [(0, 4), (4, 68), (68, 132), (132, 160)]
+    assert sorted(runs(asked)) == [(0, 4), (4, 68), (68, 132), (132, 160)]
 
 
 def test_what_has_no_room_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,9 +448,12 @@ def crash_in_the_probe(call: int, machine: Machine, patch: pytest.MonkeyPatch) -
 
 
 CRASHES = [(crash_in_the_probe, call) for call in (1, 2, 3)] + [
-    (crash, call) for crash in (crash_in_the_codec, crash_in_the_tensors) for call in (1, 4, 9, 12)
+    (crash, call)
+    for crash, calls in ((crash_in_the_codec, (1, 2, 3)), (crash_in_the_tensors, (1, 4, 9, 12)))
+    for call in calls
 ]
-"""Calls by the insert below: four for the first 16 blocks, four for the rest, four for the tail."""
+"""Calls by the insert below: for the first 16 blocks, for the rest, and for the tail; each time one
+of the codec, and of each of the four tensors one look and one for its rows."""
 
 
 @pytest.mark.parametrize(("crash", "call"), CRASHES)
@@ -486,7 +489,7 @@ def test_a_crash_skips_an_insert_whole(
     assert is_what_was_computed(fetched, tokens, namespace, heads=1, dim=2)
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize("call", [1])
 def test_a_crash_in_a_fetch_changes_nothing(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller turns it into a miss; what is stored is there the next time."""
     events = Events()

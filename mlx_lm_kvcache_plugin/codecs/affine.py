@@ -24,10 +24,15 @@ def quantize(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, ...]:
         x: [blocks, heads, tokens, dim].
     """
     packed, scales, biases = mx.quantize(x.astype(mx.float32), group_size=group_size, bits=bits)
+    return packed, *to_half(scales, biases)
+
+
+def to_half(scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:
+    """Scales and biases of [blocks, heads, tokens, groups] in float16; NaN for faint blocks."""
     largest, offset = (mx.abs(y).max(axis=(1, 2, 3), keepdims=True) for y in (scales, biases))
     faint = (largest < SMALLEST_NORMAL) & (offset > 0)
     scales = mx.where(faint, mx.nan, scales)
-    return packed, scales.astype(mx.float16), biases.astype(mx.float16)
+    return scales.astype(mx.float16), biases.astype(mx.float16)
 
 
 def dequantize(blocks: Sequence[Parts], rows: int, bits: int) -> mx.array:

@@ -32,8 +32,13 @@ class CodecOptions:
 class Codec(Protocol):
     """Encodes the keys or the values of a layer, block by block, and decodes runs of blocks.
 
-    Tensors have the shape [blocks, heads, tokens, dim]. A codec keeps nothing between calls: the
-    same parts decode to the same numbers in any process.
+    Tensors have the shape [blocks, heads, tokens, dim]. Blocks have nothing to do with one another,
+    nor have heads: layers that look alike go through it together, as more blocks when they are
+    encoded and as more heads when they are decoded. A codec keeps nothing between calls, which come
+    from several threads on a CPU: the same parts decode to the same numbers in any process.
+
+    One that has an attribute `marks_unfit`, and it is true, promises that a part is not finite
+    wherever a block is not; for others the caller looks at all numbers itself.
     """
 
     @property
@@ -49,11 +54,12 @@ class Codec(Protocol):
         Args:
             x: [blocks, heads, tokens, dim], of any floating dtype. What comes of a block that is
                 not all finite does not matter: the caller keeps that tensor of it raw.
-            first: whether they begin a sequence (then `blocks` is 1): attention sinks sit there.
+            first: whether each of them begins a sequence: attention sinks sit there.
 
         Returns:
-            The parts, each with a leading axis of `blocks` and a dtype that numpy knows. If one
-            of them is not finite, the caller keeps that tensor of that block raw instead.
+            The parts, each with a leading axis of blocks, a second one of heads, and a dtype that
+            numpy knows. If one of them is not finite, the caller keeps that tensor of that block
+            raw instead.
         """
 
     def decode(self, blocks: Sequence[Parts], rows: int, dtype: mx.Dtype) -> mx.array:

@@ -8,37 +8,18 @@ to MLX: it can be counted to the byte, kept and freed on any thread.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
 
 import mlx.core as mx
-import numpy as np
 
-from .base import Array, Codec, Parts, to_host
+from ..errors import CodecError
+from .base import Array, Codec, Parts
+from .encoding import Run, encode_run
 from .raw import RawCodec
+from .tensors import Tensor, TensorSpec, even_share
 
 _RAW = RawCodec()
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """What the keys or values of one layer look like: [heads, any number of tokens, dim]."""
-
-    heads: int
-    dim: int
-    dtype: mx.Dtype
-
-
-class Tensor(Protocol):
-    """The keys or values of one layer, of which any rows can be had in full precision."""
-
-    @property
-    def spec(self) -> TensorSpec: ...
-
-    def rows(self, start: int, stop: int) -> mx.array:
-        """[heads, stop - start, dim], perhaps lazy."""
 
 
 class Payload:
@@ -134,13 +115,16 @@ class Packer:
         """
         encodings += not self.is_near_exact
         exceptions: list[dict[int, Array]] = [{} for _ in range(blocks)]
-        groups = [
-            self._encode_group(members, tensors, start, tokens, blocks, exceptions)
-            for members in self._groups
-        ]
+        groups = []
+        for members in self._groups:
+            run, some = Run(start, tokens, blocks), [tensors[index] for index in members]
+            encoded, unfit = encode_run(self.codecs[members[0]], some, run)
+            groups.append(encoded)
+            for (place, block), raw in unfit.items():
+                exceptions[block][members[place]] = raw
         return [
             Payload(
-                tuple(stacked[block] for stacked in groups),
+                tuple(group[block] for group in groups),
                 exceptions[block],
                 tokens,
                 is_near_exact=self.is_near_exact,
@@ -149,78 +133,54 @@ class Packer:
             for block in range(blocks)
         ]
 
-    def _encode_group(
-        self,
-        members: Sequence[int],
-        tensors: Sequence[Tensor],
-        start: int,
-        tokens: int,
-        blocks: int,
-        exceptions: list[dict[int, Array]],
-    ) -> list[Parts]:
-        encoded = []
-        for index in members:
-            x = tensors[index].rows(start, start + tokens * blocks)
-            x = mx.unflatten(x, 1, (blocks, tokens)).swapaxes(0, 1)
-            parts, unfit = _encode_tensor(self.codecs[index], x, start == 0)
-            encoded.append(parts)
-            for block in unfit:
-                exceptions[block][index] = to_host(x[block])
-        return [
-            tuple(np.stack(parts) for parts in zip(*of_block, strict=True))
-            for of_block in zip(*encoded, strict=True)
-        ]
+    def batches(self, rows: int) -> list[Sequence[int]]:
+        """All tensors by index, together those that are decoded in one go: many short ones."""
+        found: list[Sequence[int]] = []
+        for members in self._groups:
+            count = even_share(len(members), self.specs[members[0]].in_piece(rows))
+            found += [members[place : place + count] for place in range(0, len(members), count)]
+        return found
 
-    def decode(self, payloads: Sequence[Payload], rows: int) -> Iterator[mx.array]:
-        """Yield each tensor's first `rows` tokens of consecutive blocks: [heads, rows, dim].
+    def decode(self, batch: Sequence[int], payloads: Sequence[Payload], rows: int) -> mx.array:
+        """The first `rows` tokens of consecutive blocks: [tensors, heads, rows, dim], lazy.
 
-        One at a time and lazy, so that whoever evaluates them in turn needs room for one more
-        tensor and not for all.
+        Args:
+            batch: tensors that look alike.
+            payloads: all but the last are wanted whole.
         """
-        for index in range(len(self.specs)):
-            yield self._decode_tensor(index, payloads, rows)
-
-    def _decode_tensor(self, index: int, payloads: Sequence[Payload], rows: int) -> mx.array:
-        dtype = self.specs[index].dtype
-        pieces, left = [], rows
-        for raw, group in groupby(payloads, key=lambda payload: index in payload.exceptions):
+        if len(batch) > 1 and any(payload.exceptions.keys() & set(batch) for payload in payloads):
+            return mx.concatenate([self.decode([index], payloads, rows) for index in batch])
+        spec, codec, left = self.specs[batch[0]], self.codecs[batch[0]], rows
+        heads, pieces = len(batch) * spec.heads, []
+        for is_raw, group in groupby(payloads, lambda payload: batch[0] in payload.exceptions):
             run = list(group)
-            blocks = [self._parts(index, payload) for payload in run]
-            length = min(left, sum(payload.tokens for payload in run))
-            codec = _RAW if raw else self.codecs[index]
-            pieces.append(codec.decode(blocks, length, dtype))
-            left -= length
-        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+            while run:
+                some, run = run[: spec.in_piece(run[0].tokens)], run[spec.in_piece(run[0].tokens) :]
+                length = min(left, sum(payload.tokens for payload in some))
+                blocks = [self._parts(batch, payload) for payload in some]
+                piece = (_RAW if is_raw else codec).decode(blocks, length, spec.dtype)
+                if (piece.shape, piece.dtype) != ((heads, length, spec.dim), spec.dtype):
+                    raise CodecError(f"a codec decoded {piece.dtype} {piece.shape}, not {spec}")
+                mx.async_eval(piece)  # type: ignore[no-untyped-call]  # while the next one is made ready
+                pieces.append(piece)
+                left -= length
+        decoded = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+        return mx.unflatten(decoded, 0, (len(batch), spec.heads))
 
-    def _parts(self, index: int, payload: Payload) -> Parts:
-        if index in payload.exceptions:
-            return (payload.exceptions[index],)
-        group, place = self._places[index]
-        return tuple(part[place] for part in payload.groups[group])
+    def _parts(self, batch: Sequence[int], payload: Payload) -> Parts:
+        """The parts of one tensor, or of several with all their heads as one."""
+        if batch[0] in payload.exceptions:
+            return (payload.exceptions[batch[0]],)
+        group, place = self._places[batch[0]]
+        places = [self._places[index][1] for index in batch]
+        is_run = places == list(range(place, place + len(places)))
+        some = slice(place, place + len(places)) if is_run else places
+        return tuple(
+            part[some].reshape(len(batch) * part.shape[1], *part.shape[2:])
+            for part in payload.groups[group]
+        )
 
 
 def _codec_for(spec: TensorSpec, codec: Codec) -> Codec:
     floating = mx.issubdtype(spec.dtype, mx.floating)
     return codec if floating and codec.group_size_for(spec.dim) is not None else _RAW
-
-
-def _encode_tensor(codec: Codec, x: mx.array, first: bool) -> tuple[list[Parts], list[int]]:
-    """Encode [blocks, heads, tokens, dim]: each block's parts, and the blocks that must stay raw.
-
-    The parts may look into MLX's memory: stacking them is what copies them out.
-    """
-    runs = [(x[:1], True), (x[1:], False)] if first else [(x, False)]
-    encoded = [codec.encode(run, first=begins) for run, begins in runs if run.shape[0]]
-    finite = mx.isfinite(x.astype(mx.float32).sum(axis=(1, 2, 3)))
-    is_raw = isinstance(codec, RawCodec)
-    mx.eval(encoded if is_raw else (encoded, finite))  # one wait for the device, not one for each
-    blocks = [
-        parts for run in encoded for parts in zip(*(np.asarray(part) for part in run), strict=True)
-    ]
-    unfit = [] if is_raw else np.flatnonzero(~np.asarray(finite)).tolist()
-    unfit += [] if is_raw else [b for b, parts in enumerate(blocks) if not _all_finite(parts)]
-    return blocks, unfit
-
-
-def _all_finite(parts: Parts) -> bool:
-    return all(part.dtype.kind != "f" or bool(np.isfinite(part).all()) for part in parts)

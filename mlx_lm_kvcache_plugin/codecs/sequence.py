@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -13,9 +13,11 @@ from ..errors import CodecError
 from ..settings import Settings
 from .affine import AffineCodec
 from .base import Codec, CodecOptions
-from .packing import Packer, Payload, TensorSpec
+from .packing import Packer, Payload
 from .raw import RawCodec
 from .registry import CodecRegistry
+from .tensors import TensorSpec
+from .threads import map_pieces
 from .windows import WindowPacker
 
 TAIL_BITS = 8
@@ -39,25 +41,35 @@ class SequencePacker:
         """What encodes a block some of whose rows were encoded so often before."""
         return self.tails if encodings >= MOST_ENCODINGS else self.blocks
 
-    def decode(self, payloads: Sequence[Payload], tokens: int) -> Iterator[mx.array]:
-        """Yield each tensor's first `tokens` rows, evaluated: [heads, tokens, dim].
+    def decode(self, payloads: Sequence[Payload], tokens: int, room: int = 0) -> list[mx.array]:
+        """Each tensor's first `tokens` rows, evaluated: [heads, tokens + room, dim].
 
         Args:
             payloads: consecutive blocks and perhaps a tail; all but the last are wanted whole.
             tokens: how many in all.
+            room: how many rows of zeros are to follow, for what comes next.
         """
         runs, left = [], tokens
         for is_near_exact, group in groupby(payloads, key=attrgetter("is_near_exact")):
             packer, run = self.tails if is_near_exact else self.blocks, list(group)
             length = min(left, sum(payload.tokens for payload in run))
-            runs.append(packer.decode(run, length))
+            runs.append((packer, run, length))
             left -= length
-        for spec, *pieces in zip(self.blocks.specs, *runs, strict=True):
-            tensor = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
-            mx.eval(tensor)  # one by one: the peak is all that is handed over and one tensor more
-            if tensor.shape != (spec.heads, tokens, spec.dim) or tensor.dtype != spec.dtype:
-                raise CodecError(f"a codec decoded {tensor.dtype} {tensor.shape}, not {spec}")
-            yield tensor
+        if left:
+            raise CodecError(f"{tokens} tokens are wanted, and the blocks have {tokens - left}")
+
+        def decode_batch(batch: Sequence[int]) -> list[mx.array]:
+            pieces = [packer.decode(batch, run, length) for packer, run, length in runs]
+            if room:
+                spec = self.blocks.specs[batch[0]]
+                pieces.append(mx.zeros((len(batch), spec.heads, room, spec.dim), spec.dtype))
+            return list(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2))
+
+        found: dict[int, mx.array] = {}
+        batches = self.blocks.batches(tokens)
+        for batch, tensors in zip(batches, map_pieces(decode_batch, batches), strict=True):
+            found.update(zip(batch, tensors, strict=True))
+        return [found[index] for index in range(len(found))]
 
 
 class SequencePackers:

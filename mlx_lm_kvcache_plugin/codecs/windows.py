@@ -11,7 +11,8 @@ from typing import Protocol
 import mlx.core as mx
 
 from .base import Codec
-from .packing import Packer, Payload, Tensor, TensorSpec
+from .packing import Packer, Payload
+from .tensors import Tensor, TensorSpec
 
 MOST_LENGTHS = 16
 """How many combinations of lengths are remembered: a full window has one, a chunk any number."""
@@ -71,9 +72,10 @@ class WindowPacker:
         found: dict[int, mx.array] = {}
         runs = self._runs(payload.lengths)
         for (length, members, packer), packed in zip(runs, payload.payloads, strict=True):
-            for index, tensor in zip(members, packer.decode([packed], length), strict=True):
-                mx.eval(tensor)
-                found[index] = tensor
+            for batch in packer.batches(length):
+                tensors = packer.decode(batch, [packed], length)
+                found.update(zip([members[place] for place in batch], tensors, strict=True))
+        mx.eval(found)
         return [found[index] for index in range(len(self.specs))]
 
     def _runs_of(self, lengths: tuple[int, ...]) -> list[tuple[int, list[int], Packer]]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..codecs.packing import Packer, TensorSpec
+from ..codecs.packing import Packer
 from ..codecs.raw import RawCodec
 from ..codecs.sequence import TAIL_BITS
+from ..codecs.tensors import TensorSpec
 from ..layers import STATEFUL, TOKEN_WISE, WINDOW, LayerKinds
 from ..prefix_cache import PrefixCache
 from ..settings import Settings

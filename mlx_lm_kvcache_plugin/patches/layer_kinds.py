@@ -16,7 +16,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from ..codecs.packing import TensorSpec
+from ..codecs.tensors import TensorSpec
 from ..hookspecs import hookimpl
 from ..layers import STATEFUL, TOKEN_WISE, WINDOW, Layer, LayerKind
 from .snapshot import Snapshot
@@ -60,12 +60,14 @@ class TokenWise:
 
     Args:
         make: makes an empty cache object.
+        takes_room: whether its arrays may be longer than what is in them.
     """
 
     name = TOKEN_WISE
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Any], takes_room: bool) -> None:
         self._make = make
+        self.takes_room = takes_room
 
     def take(self, cache: Any) -> Layer[Any] | None:
         if type(cache) is QuantizedKVCache:
@@ -177,12 +179,12 @@ class Unused:
 
 STATE, UNUSED = State(), Unused()
 
-_PLAIN = TokenWise(KVCache)
+_PLAIN = TokenWise(KVCache, takes_room=True)
 
 BUILT_IN: dict[type, LayerKind] = {
     KVCache: _PLAIN,
     QuantizedKVCache: _PLAIN,  # what comes back is plain: a batch takes no other
-    ConcatenateKVCache: TokenWise(ConcatenateKVCache),
+    ConcatenateKVCache: TokenWise(ConcatenateKVCache, takes_room=False),
     RotatingKVCache: Rotating(),
     ChunkedKVCache: Chunked(),
     ArraysCache: STATE,

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from ..codecs.packing import Tensor, TensorSpec
+from ..codecs.tensors import Tensor, TensorSpec
 from ..layers import STATEFUL, TOKEN_WISE, Fetched, Layer, LayerKind, LayerKinds, Layers, Layout
 from .layer_kinds import STATE, UNUSED, is_empty
 from .snapshot import Snapshot
@@ -238,8 +238,9 @@ class _Parts:
             if entry.container is CacheList:
                 return CacheList(*members)  # type: ignore[no-untyped-call]
             return entry.container(members)
+        takes_room = getattr(entry.kind, "takes_room", False)
         rows = tuple(
-            next(self._rows)
+            self._next_row(takes_room)
             if blank is None
             else mx.zeros((blank.heads, self._tokens, blank.dim), blank.dtype)
             for blank in entry.rows
@@ -253,3 +254,7 @@ class _Parts:
             if isinstance(value, mx.array)
         ]
         return cache
+
+    def _next_row(self, takes_room: bool) -> mx.array:
+        row = next(self._rows)
+        return row if takes_room else row[:, : self._tokens]

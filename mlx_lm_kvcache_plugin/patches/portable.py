@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..codecs.base import Array
-from ..codecs.packing import TensorSpec
+from ..codecs.tensors import TensorSpec
 from ..errors import LayerKindError
 from ..fingerprint.code import name_of
 from ..layers import Frozen, LayerKind, LayerKinds, Layout

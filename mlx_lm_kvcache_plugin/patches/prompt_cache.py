@@ -22,6 +22,10 @@ CACHE_TYPES = {GENERATED: (GENERATED,), USER: (USER, PROMPT), SYSTEM: (SYSTEM,)}
 """The kinds of sequence that upstream tells apart, and the labels that count as each."""
 
 
+ROOM_TOKENS = 256
+"""How many tokens may be generated before upstream, which grows by as many, has to copy a cache."""
+
+
 class PrefixPromptCache:
     """`LRUPromptCache` over a `PrefixCache`, with the seven members that the server uses.
 
@@ -47,9 +51,14 @@ class PrefixPromptCache:
         self.fetched: tuple[Any, list[int], int] = (None, [], 0)
 
     def fetch_nearest_cache(
-        self, model: Any, tokens: list[int]
+        self, model: Any, tokens: list[int], *, alone: bool = False
     ) -> tuple[LayerCaches | None, list[int]]:
-        """Cache objects for the longest stored prefix, and the tokens that are left: never none."""
+        """Cache objects for the longest stored prefix, and the tokens that are left: never none.
+
+        Args:
+            alone: whether the model goes on with these very objects, so that room for what it adds
+                saves it a copy. A batch copies them in any case.
+        """
         found: list[Prefix | None] = []
         caches: LayerCaches | None = None
         agreed: int | None = None
@@ -60,7 +69,8 @@ class PrefixPromptCache:
         if self.cache is not None and agreed is not None:
             with self._failing_softly("fetch"):
                 prefix = found[-1] if agreed else None
-                caches = self.cache.fetch(tokens, prefix, put_together)
+                room = len(tokens) - prefix.tokens + ROOM_TOKENS if prefix and alone else 0
+                caches = self.cache.fetch(tokens, prefix, put_together, room)
         if agreed and not self.ranks.all(caches is not None):
             caches = None
         hit_tokens = agreed if agreed and caches is not None else 0

@@ -165,7 +165,7 @@ def _decoded(ours: Mapping[str, Any], arrays: Mapping[str, Any]) -> Fetched:
     return Fetched(
         layout,
         ours["tokens"],
-        list(packers.for_specs(layout.rows).decode(rows, ours["tokens"])) if rows else [],
+        packers.for_specs(layout.rows).decode(rows, ours["tokens"]) if rows else [],
         packers.for_windows(layout.windows).decode(windows),
         portable.states_from(ours["states"], states_from(arrays)).restore(),
     )

@@ -1,27 +1,13 @@
-"""What the rotated codec is made of: the rotation and its inverse, means, and sinks."""
+"""What the rotated codec adds to quantizing: means, and sinks."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 from mlx_lm_kvcache_plugin.codecs.base import CodecOptions, Parts
-from mlx_lm_kvcache_plugin.codecs.rotated import (
-    MEAN,
-    SINK_TOKENS,
-    SINKS,
-    RotatedCodec,
-    hadamard_applies,
-    rotate,
-    unrotate,
-)
-
-LARGEST_WIDTH = 2048
-
-HADAMARD_WIDTHS = sorted(
-    m * 2**k for m in (1, 12, 20, 28) for k in range(12) if m * 2**k <= LARGEST_WIDTH
-)
+from mlx_lm_kvcache_plugin.codecs.device import MEAN
+from mlx_lm_kvcache_plugin.codecs.rotated import SINK_TOKENS, SINKS, RotatedCodec
 
 
 def normal(*shape: int) -> mx.array:
@@ -30,39 +16,6 @@ def normal(*shape: int) -> mx.array:
 
 def encode(codec: RotatedCodec, x: mx.array, first: bool = False) -> Parts:
     return tuple(np.array(part)[0] for part in codec.encode(x, first=first))
-
-
-def test_widths_that_can_be_rotated() -> None:
-    """Only m * 2^k with m in 1, 12, 20, 28; mlx neither refuses all others nor survives them."""
-    applies = [width for width in range(LARGEST_WIDTH + 1) if hadamard_applies(width)]
-    assert applies == HADAMARD_WIDTHS
-    assert not set(applies) & {0, 3, 5, 6, 7, 10, 14, 36, 44, 60, 72, 144, 288, 576, 1152}
-
-
-@pytest.mark.parametrize("width", HADAMARD_WIDTHS)
-def test_unrotating_undoes_rotating(width: int) -> None:
-    """In either order, and lengths stay: the matrix is orthonormal, if not always symmetric."""
-    x = normal(3, width)
-    rotated = rotate(x)
-    assert mx.allclose(unrotate(rotated), x, rtol=0, atol=2e-5)
-    assert mx.allclose(rotate(unrotate(x)), x, rtol=0, atol=2e-5)
-    assert mx.allclose(mx.linalg.norm(rotated, axis=-1), mx.linalg.norm(x, axis=-1), rtol=1e-5)
-
-
-@pytest.mark.parametrize("width", HADAMARD_WIDTHS[1:])
-def test_rotating_spreads_an_outlier(width: int) -> None:
-    """One large channel becomes all channels of one size: that is what it is for."""
-    outlier = mx.zeros((1, width))
-    outlier[0, width // 2] = 1.0
-    assert mx.allclose(mx.abs(rotate(outlier)), mx.array(width**-0.5), rtol=1e-4)
-
-
-@pytest.mark.parametrize("width", [36, 44, 72, 576, 1, 15, 35])
-def test_other_widths_stay_as_they_are(width: int) -> None:
-    """Where there is no such matrix nothing is rotated, there and back."""
-    x = normal(2, width)
-    assert mx.array_equal(rotate(x), x)
-    assert mx.allclose(unrotate(x), x, rtol=0, atol=1e-6)
 
 
 def test_the_mean_of_each_channel_costs_no_bits() -> None:

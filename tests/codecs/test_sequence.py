@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from mlx_lm_kvcache_plugin.codecs.base import Parts
-from mlx_lm_kvcache_plugin.codecs.packing import Packer, TensorSpec
+from mlx_lm_kvcache_plugin.codecs.packing import Packer
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
 from mlx_lm_kvcache_plugin.codecs.sequence import MOST_ENCODINGS, SequencePacker, SequencePackers
+from mlx_lm_kvcache_plugin.codecs.tensors import TensorSpec
 from mlx_lm_kvcache_plugin.errors import CodecError
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings

@@ -12,10 +12,11 @@ import pytest
 
 from mlx_lm_kvcache_plugin.codecs.affine import AffineCodec
 from mlx_lm_kvcache_plugin.codecs.base import Codec, CodecOptions
-from mlx_lm_kvcache_plugin.codecs.packing import Packer, TensorSpec
+from mlx_lm_kvcache_plugin.codecs.packing import Packer
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
 from mlx_lm_kvcache_plugin.codecs.sequence import SequencePackers
+from mlx_lm_kvcache_plugin.codecs.tensors import TensorSpec
 from mlx_lm_kvcache_plugin.codecs.windows import MOST_LENGTHS, WindowPacker
 from mlx_lm_kvcache_plugin.settings import Settings
 from tests.tensors import Window

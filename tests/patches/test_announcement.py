@@ -17,8 +17,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
+from mlx_lm_kvcache_plugin.codecs.tensors import TensorSpec
 from mlx_lm_kvcache_plugin.patches.announcement import announcement, layers_of
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings

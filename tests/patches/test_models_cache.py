@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
-from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
+from mlx_lm_kvcache_plugin.codecs.tensors import TensorSpec
 from mlx_lm_kvcache_plugin.patches.models_cache import (
     empty_caches,
     leaves_of,

@@ -25,7 +25,11 @@ from mlx_lm.models.cache import (
 
 from mlx_lm_kvcache_plugin.events import Counters, Error, Event, Evict
 from mlx_lm_kvcache_plugin.patches.models_cache import leaves_of
-from mlx_lm_kvcache_plugin.patches.prompt_cache import CACHE_TYPES, PrefixPromptCache
+from mlx_lm_kvcache_plugin.patches.prompt_cache import (
+    CACHE_TYPES,
+    ROOM_TOKENS,
+    PrefixPromptCache,
+)
 from mlx_lm_kvcache_plugin.patches.ranks import Ranks
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget
@@ -113,8 +117,8 @@ class Face(PrefixPromptCache):
         self.store = cache or make_cache(emit=self.events.append, **options)
         super().__init__(self.store, known_kinds(), ranks or Ranks())
 
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> Any:
-        caches, rest = super().fetch_nearest_cache(model, tokens)
+    def fetch_nearest_cache(self, model: Any, tokens: list[int], **options: Any) -> Any:
+        caches, rest = super().fetch_nearest_cache(model, tokens, **options)
         self.store.tree.check()
         return caches, rest
 
@@ -216,6 +220,36 @@ def test_what_is_handed_out_is_the_callers(make: Make) -> None:
         for cache in caches:
             for side in cache.cache if isinstance(cache, ArraysCache) else (cache.keys,):
                 side[...] = 7
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_room_changes_nothing_that_is_read(make: Make) -> None:
+    """A prompt that goes on alone gets arrays that are longer where upstream's may be."""
+    ours = Face()
+    tokens = list(range(30))
+    ours.put(tokens, make=make)
+    request = [*tokens, *range(100, 120)]
+    roomy, _ = ours.fetch_nearest_cache(MODEL, request, alone=True)
+    exact, rest = ours.fetch_nearest_cache(MODEL, request)
+    assert rest == request[30:]
+    pairs = zip(sum(contents(roomy), []), sum(contents(exact), []), strict=True)
+    assert all(np.array_equal(one, other) for one, other in pairs)
+    for cache in leaves_of(roomy):
+        if type(cache) is KVCache:
+            assert cache.keys.shape[2] == cache.values.shape[2] == 30 + 20 + ROOM_TOKENS
+
+
+def test_what_is_added_needs_no_copy() -> None:
+    """Upstream writes the rest of the prompt, and 256 tokens more, into the arrays as they are."""
+    ours = Face()
+    ours.put(range(30))
+    caches, rest = ours.fetch_nearest_cache(MODEL, list(range(50)), alone=True)
+    (length,) = {cache.keys.shape[2] for cache in caches}
+    for cache in caches:
+        heads, dim = cache.keys.shape[1], cache.keys.shape[3]
+        new = mx.ones((1, heads, len(rest) + ROOM_TOKENS, dim), cache.keys.dtype)
+        cache.update_and_fetch(new, new)
+        assert cache.offset == cache.keys.shape[2] == length
 
 
 def test_what_came_in_is_the_callers_too() -> None:

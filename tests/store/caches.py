@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_lm_kvcache_plugin.codecs.packing import TensorSpec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
+from mlx_lm_kvcache_plugin.codecs.tensors import TensorSpec
 from mlx_lm_kvcache_plugin.errors import LayerKindError
 from mlx_lm_kvcache_plugin.events import Event
 from mlx_lm_kvcache_plugin.layers import Fetched, Layers, Layout
