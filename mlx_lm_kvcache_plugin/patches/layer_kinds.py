@@ -65,7 +65,7 @@ class TokenWise:
 
     name = TOKEN_WISE
 
-    def __init__(self, make: Callable[[], Any], takes_room: bool) -> None:
+    def __init__(self, make: Callable[[], Any], takes_room: bool = False) -> None:
         self._make = make
         self.takes_room = takes_room
 
@@ -184,7 +184,7 @@ _PLAIN = TokenWise(KVCache, takes_room=True)
 BUILT_IN: dict[type, LayerKind] = {
     KVCache: _PLAIN,
     QuantizedKVCache: _PLAIN,  # what comes back is plain: a batch takes no other
-    ConcatenateKVCache: TokenWise(ConcatenateKVCache, takes_room=False),
+    ConcatenateKVCache: TokenWise(ConcatenateKVCache),
     RotatingKVCache: Rotating(),
     ChunkedKVCache: Chunked(),
     ArraysCache: STATE,

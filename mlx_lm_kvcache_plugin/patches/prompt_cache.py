@@ -51,14 +51,21 @@ class PrefixPromptCache:
         self.fetched: tuple[Any, list[int], int] = (None, [], 0)
 
     def fetch_nearest_cache(
-        self, model: Any, tokens: list[int], *, alone: bool = False
+        self, model: Any, tokens: list[int]
     ) -> tuple[LayerCaches | None, list[int]]:
-        """Cache objects for the longest stored prefix, and the tokens that are left: never none.
+        """Cache objects for the longest stored prefix, and the tokens that are left: never none."""
+        return self._fetch(model, tokens, has_room=False)
 
-        Args:
-            alone: whether the model goes on with these very objects, so that room for what it adds
-                saves it a copy. A batch copies them in any case.
+    def fetch_alone(self, model: Any, tokens: list[int]) -> tuple[LayerCaches | None, list[int]]:
+        """The same for a prompt that goes on with these very objects, as a batch does not.
+
+        They have room for the rest of it, and upstream needs no copy to add that.
         """
+        return self._fetch(model, tokens, has_room=True)
+
+    def _fetch(
+        self, model: Any, tokens: list[int], has_room: bool
+    ) -> tuple[LayerCaches | None, list[int]]:
         found: list[Prefix | None] = []
         caches: LayerCaches | None = None
         agreed: int | None = None
@@ -69,7 +76,7 @@ class PrefixPromptCache:
         if self.cache is not None and agreed is not None:
             with self._failing_softly("fetch"):
                 prefix = found[-1] if agreed else None
-                room = len(tokens) - prefix.tokens + ROOM_TOKENS if prefix and alone else 0
+                room = len(tokens) - prefix.tokens + ROOM_TOKENS if prefix and has_room else 0
                 caches = self.cache.fetch(tokens, prefix, put_together, room)
         if agreed and not self.ranks.all(caches is not None):
             caches = None

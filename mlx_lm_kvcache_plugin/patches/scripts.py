@@ -143,7 +143,8 @@ class Scripts:
                 self._attach(face, namespace, [model, draft_model])
             else:
                 namespace, is_token_wise = like.namespace, like.is_token_wise
-            caches, rest = face.fetch_nearest_cache(namespace, tokens, alone=not in_batch)
+            fetch = face.fetch_nearest_cache if in_batch else face.fetch_alone
+            caches, rest = fetch(namespace, tokens)
             reused = len(tokens) - len(rest) if caches is not None else 0
             models = (model, draft_model)
             return Request(namespace, tokens, caches or fresh, reused, is_token_wise, models)

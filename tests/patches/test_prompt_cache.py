@@ -117,8 +117,8 @@ class Face(PrefixPromptCache):
         self.store = cache or make_cache(emit=self.events.append, **options)
         super().__init__(self.store, known_kinds(), ranks or Ranks())
 
-    def fetch_nearest_cache(self, model: Any, tokens: list[int], **options: Any) -> Any:
-        caches, rest = super().fetch_nearest_cache(model, tokens, **options)
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> Any:
+        caches, rest = super().fetch_nearest_cache(model, tokens)
         self.store.tree.check()
         return caches, rest
 
@@ -229,7 +229,7 @@ def test_room_changes_nothing_that_is_read(make: Make) -> None:
     tokens = list(range(30))
     ours.put(tokens, make=make)
     request = [*tokens, *range(100, 120)]
-    roomy, _ = ours.fetch_nearest_cache(MODEL, request, alone=True)
+    roomy, _ = ours.fetch_alone(MODEL, request)
     exact, rest = ours.fetch_nearest_cache(MODEL, request)
     assert rest == request[30:]
     pairs = zip(sum(contents(roomy), []), sum(contents(exact), []), strict=True)
@@ -243,7 +243,7 @@ def test_what_is_added_needs_no_copy() -> None:
     """Upstream writes the rest of the prompt, and 256 tokens more, into the arrays as they are."""
     ours = Face()
     ours.put(range(30))
-    caches, rest = ours.fetch_nearest_cache(MODEL, list(range(50)), alone=True)
+    caches, rest = ours.fetch_alone(MODEL, list(range(50)))
     (length,) = {cache.keys.shape[2] for cache in caches}
     for cache in caches:
         heads, dim = cache.keys.shape[1], cache.keys.shape[3]

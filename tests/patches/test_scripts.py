@@ -571,7 +571,7 @@ def test_threads_wait_for_each_other(script: Script, stock: Any, llama: Any) -> 
     script.check()
 
 
-@pytest.mark.parametrize("operation", ["fetch_nearest_cache", "insert_cache"])
+@pytest.mark.parametrize("operation", ["fetch_alone", "insert_cache"])
 def test_a_generator_that_is_collected_inside_stores_nothing(
     script: Script, stock: Any, llama: Any, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
