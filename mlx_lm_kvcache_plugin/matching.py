@@ -1,8 +1,11 @@
-"""Finds the longest prefix of a prompt that is stored in one space; changes nothing."""
+"""Finds the longest prefix of a prompt that is stored; changes nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from .spaces import Space
 from .store.blocks import Block, Tokens, before_image
@@ -24,6 +27,27 @@ class Prefix:
     tokens: int
     blocks: tuple[Block, ...]
     checkpoint: Block | None = None
+
+
+LOOKED_AT_FIRST = 4096
+"""Tokens. To make an array of a whole prompt takes most of a lookup; most prompts need that only
+where they go on being stored."""
+
+
+def find_longest(
+    tree: BlockTree, spaces: Sequence[Space], tokens: Sequence[int] | Tokens, longest: int
+) -> Prefix | None:
+    """The longest stored prefix of a prompt in any of these spaces, of at most so many tokens."""
+    look = min(LOOKED_AT_FIRST, longest)
+    while True:
+        ids = np.array(tokens[: look + 1], np.int64)
+        wanted = ids[: before_image(ids, look)]
+        blocks = len(wanted) // tree.block_tokens
+        if look == longest or all(len(tree.walk(space, wanted)) < blocks for space in spaces):
+            break
+        look = min(4 * look, longest)
+    found = [find_prefix(tree, space, wanted) for space in spaces]
+    return max(filter(None, found), key=lambda prefix: prefix.tokens, default=None)
 
 
 def find_prefix(tree: BlockTree, space: Space, wanted: Tokens) -> Prefix | None:

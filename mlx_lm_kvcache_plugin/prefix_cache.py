@@ -21,7 +21,7 @@ from .disk.tier import DiskTier
 from .errors import CodecError
 from .events import Counters, Event, Evict, Hit, Insert, Miss
 from .layers import Fetched, Layers, Portable
-from .matching import Prefix, find_prefix
+from .matching import Prefix, find_longest
 from .offload import Offload
 from .settings import Settings
 from .spaces import Space, Spaces
@@ -107,7 +107,7 @@ class PrefixCache:
     # Fetching
 
     def match(
-        self, namespace: Hashable, tokens: Sequence[int], most: int | None = None
+        self, namespace: Hashable, tokens: Sequence[int] | Tokens, most: int | None = None
     ) -> Prefix | None:
         """The longest stored prefix of `tokens`, short of the last one: that has to be computed.
 
@@ -116,16 +116,13 @@ class PrefixCache:
             tokens: of the prompt.
             most: how many tokens it may have.
         """
-        ids = np.array(tokens, np.int64)
-        longest = len(ids) - 1 if most is None else min(most, len(ids) - 1)
-        wanted = ids[: before_image(ids, longest)]
-        if self._offload is not None and len(wanted):
+        longest = len(tokens) - 1 if most is None else min(most, len(tokens) - 1)
+        if self._offload is not None and longest > 0:
+            tokens = np.array(tokens, np.int64)
             with self._reporting_evictions():
                 keep_within(self.tree, self.budget)
-                self._offload.restore(namespace, wanted)
-        spaces = self._spaces.of(namespace)
-        found = [find_prefix(self.tree, space, wanted) for space in spaces]
-        return max(filter(None, found), key=lambda prefix: prefix.tokens, default=None)
+                self._offload.restore(namespace, tokens[: before_image(tokens, longest)])
+        return find_longest(self.tree, self._spaces.of(namespace), tokens, longest)
 
     def fetch(
         self,

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_lm_kvcache_plugin import matching
 from mlx_lm_kvcache_plugin.codecs.packing import Payload
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
@@ -164,6 +165,33 @@ def test_what_a_hit_hands_over_is_evaluated(codec: str) -> None:
     thread.start()
     thread.join()
     assert len(sums) == 4
+
+
+@pytest.mark.parametrize("shared", [0, 5, 15, 16, 17, 63, 64, 65, 100, 255, 256, 300])
+def test_how_far_is_looked_first_changes_nothing(
+    shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt is turned into an array bit by bit; the longest match is found all the same."""
+    monkeypatch.setattr(matching, "LOOKED_AT_FIRST", 16)
+    cache = make_cache(block_tokens=4)
+    insert(cache, range(300), **TINY)
+    insert(cache, range(70), namespace="other", **TINY)
+    for most in (None, 64, 63):
+        request = [*range(shared), *range(1000, 1100)]
+        prefix = cache.match(MODEL, request, most)
+        assert (prefix.tokens if prefix else 0) == min(shared, 10_000 if most is None else most)
+
+
+@pytest.mark.parametrize("image", [(10, 20), (14, 18), (2, 70), (60, 66)])
+def test_an_image_where_a_look_ends_is_looked_at_whole(
+    image: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matching, "LOOKED_AT_FIRST", 16)
+    cache = make_cache(block_tokens=4)
+    tokens = [*range(image[0]), *[-7] * (image[1] - image[0]), *range(image[1], 100)]
+    insert(cache, tokens, **TINY)
+    assert fetch(cache, [*tokens, 1]) == 100
+    assert fetch(cache, [*tokens[: image[1]], 5000, 1]) == image[1]
 
 
 def test_only_the_rows_of_the_hit_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
