@@ -44,6 +44,11 @@ class ModelShape:
         return cache
 
 
+SMALL = ModelShape(layers=8, heads=4, head_dim=64)
+LARGE = ModelShape(layers=8, heads=4, head_dim=128)
+TINY = ModelShape(layers=1, heads=1, head_dim=64)
+
+
 def extend(caches: Sequence[Any], tokens: int) -> None:
     """Append random tokens to every layer, as generating them would."""
     for cache in caches:

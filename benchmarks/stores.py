@@ -1,4 +1,4 @@
-"""Our store as the server gets it, and what both benchmarks measure of it."""
+"""Our store as the server gets it, and what several measure of it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from mlx_lm_kvcache_plugin.plugins import plugins
 from mlx_lm_kvcache_plugin.prefix_cache import BLOCK_TOKENS, PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings
 from mlx_lm_kvcache_plugin.store.budget import Budget
-
-from .samples import ModelShape
 
 MODEL = ("model", None, None)
 """A key as the server makes them: model, adapter, draft model."""
@@ -54,16 +52,6 @@ def sequence(tokens: int, seed: int = 0) -> list[int]:
     """Random token ids."""
     ids: list[int] = np.random.default_rng(seed).integers(0, 50_000, tokens).tolist()
     return ids
-
-
-def held_by_chats(store: Any, shape: ModelShape) -> tuple[int, int]:
-    """Insert eight chats that share 3,000 of 3,200 tokens: bytes held after one and after all."""
-    held = []
-    for chat in range(8):
-        ids = sequence(3000) + sequence(200, seed=chat + 1)
-        store.insert_cache(MODEL, ids, shape.prompt_cache(3200))
-        held.append(store.nbytes)
-    return held[0], held[-1]
 
 
 def relative_error(cache: PrefixCache, tensors: Sequence[PlainTensor], tokens: int) -> float:

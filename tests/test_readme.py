@@ -19,7 +19,7 @@ def results(name: str) -> list[dict]:
 
 @pytest.mark.parametrize(
     "row",
-    [row for name in ("bench_store", "bench_chat", "bench_restart") for row in results(name)],
+    [row for name in ("footprint", "chat", "restart") for row in results(name)],
     ids=lambda row: row["what"],
 )
 def test_the_figures_are_the_measured_ones(row: dict) -> None:

@@ -135,20 +135,24 @@ class TestClient:
         b'data: {"choices": [{"delta": {"content": "is"}}]}\n',
         b'data: {"choices": [{"delta": {"role": "assistant"}, "finish_reason": "stop"}]}\n',
         b'data: {"choices": [], "usage": {"prompt_tokens": 20,'
-        b' "prompt_tokens_details": {"cached_tokens": 12}}}\n',
+        b' "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 12}}}\n',
         b"data: [DONE]\n",
         b"data: not read\n",
     )
 
     def test_the_first_piece_of_the_answer_stops_the_clock(self) -> None:
-        """Not a keepalive, and not a later piece."""
-        clock = iter([0.5])
-        reply = client.read_stream(self.STREAM, lambda: next(clock))
-        assert reply == client.Reply("Paris", 20, 12, first_token_s=0.5)
+        """Not a keepalive, and not a later piece; whoever waits for it is told once."""
+        clock, told = iter([0.5, 0.6, 0.7, 0.8]), []
+        reply = client.read_stream(self.STREAM, lambda: next(clock), lambda: told.append(1))
+        assert reply == client.Reply("Paris", 20, 12, 0.5, 0.8, 3)
+        assert told == [1]
 
     def test_a_stream_of_completions_holds_its_text_elsewhere(self) -> None:
-        lines = [b'data: {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 3}}']
-        assert client.read_stream(lines, lambda: 1.0) == client.Reply("x", 3, 0, 1.0)
+        lines = [
+            b'data: {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 3,'
+            b' "completion_tokens": 1}}'
+        ]
+        assert client.read_stream(lines, lambda: 1.0) == client.Reply("x", 3, 0, 1.0, 1.0, 1)
 
     @pytest.mark.parametrize("lines", [[], STREAM[:4]])
     def test_an_answer_that_breaks_off_is_an_error(self, lines: Sequence[bytes]) -> None:

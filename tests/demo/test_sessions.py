@@ -17,7 +17,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def ask(server: object, prompt: Any, *, max_tokens: int) -> Reply:
         asked.append(prompt if isinstance(prompt, str) else [*prompt])
-        return Reply(" and so on", 0, 0, 0.0)
+        return Reply(" and so on", 0, 0, 0.0, 0.0, 0)
 
     monkeypatch.setattr(sessions, "chat", ask)
     monkeypatch.setattr(sessions, "complete", ask)

@@ -1,7 +1,5 @@
 """What a start finds that another process has computed, and what keeping it on disk costs.
 
-    python -m benchmarks.bench_restart [--quick]
-
 Everything runs on the real SmolLM2, on Linux with OpenBLAS: the stock commands in processes of
 their own, and a script as anybody would write it. Every yardstick is measured in the same run.
 """
@@ -11,7 +9,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import logging
 import os
 import pydoc_data.topics
 import re
@@ -22,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,12 +28,12 @@ from tqdm import tqdm
 
 from demo.client import Reply
 from demo.model_folder import default_cache_dir
-from demo.server import HOST, Server, child_environment, find_openblas, free_ports
+from demo.server import HOST, Server, free_ports
 from demo.sessions import Chat
 from demo.smollm2 import ensure_model
 from tests.integration.local_server import LocalServer
 
-from .report import Row, print_table, save
+from .report import Report, Row
 
 BITS = ("--kv-cache-bits", "4")
 PROMPT_TOKENS = 600
@@ -272,24 +268,7 @@ MEASURES: tuple[Callable[[bool], Iterator[Row]], ...] = (
 )
 
 
-def main() -> int:
-    """Measure, print and save; 1 if a target was missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions; nothing is saved")
-    quick = parser.parse_args().quick
-    blas = find_openblas()
-    if blas and blas not in os.environ.get("LD_PRELOAD", ""):  # it is chosen when a process starts
-        command = [sys.executable, "-m", "benchmarks.bench_restart", *sys.argv[1:]]
-        return subprocess.call(command, env=child_environment(os.environ, blas))
-    logging.disable(logging.WARNING)
-    rows = [row for measure in tqdm(MEASURES, unit="measure") for row in measure(quick)]
-    print_table(rows)
-    if not quick:
-        save("bench_restart", [asdict(row) | {"met": row.met} for row in rows])
-    return 0 if all(row.met for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def measure(arguments: argparse.Namespace) -> Report:
+    """All of them."""
+    rows = [row for part in tqdm(MEASURES, unit="measure") for row in part(arguments.quick)]
+    return Report(rows)

@@ -1,40 +1,33 @@
-"""The prefix store by itself: bytes, lookup, insert and fetch, against stock's class.
+"""What the store takes and keeps: bytes, how it scales, fidelity, what it costs at start-up.
 
-    python -m benchmarks.bench_store [--quick]
-
-All ratios are against 16-bit KV. Every figure is measured in this run, the yardstick with it.
+All bytes are against 16-bit KV. Every figure is measured in this run, the yardstick with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import compileall
+import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import tracemalloc
 import venv
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import mlx_lm.models.cache as upstream
 from tqdm import tqdm
 
 import mlx_lm_kvcache_plugin
 from mlx_lm_kvcache_plugin.codecs.packing import Payload
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 
-from .report import Row, median_seconds, print_table, save
-from .samples import TOPICS, ModelShape, extend, read, topic_ids
-from .stores import MODEL, held_by_chats, make_store, relative_error, sequence, sixteen_bit
-
-SMALL = ModelShape(layers=8, heads=4, head_dim=64)
-LARGE = ModelShape(layers=8, heads=4, head_dim=128)
-TINY = ModelShape(layers=1, heads=1, head_dim=64)
+from .peers import held_by_chats, ours, stock
+from .report import Report, Row, median_seconds, seconds
+from .samples import LARGE, SMALL, TINY, TOPICS, extend, read, topic_ids
+from .stores import MODEL, make_store, relative_error, sequence, sixteen_bit
 
 CODECS = ("rotated", "affine")
 
@@ -62,11 +55,10 @@ def bytes_held(quick: bool) -> Iterator[Row]:
 
 def eight_chats(quick: bool) -> Iterator[Row]:
     """Eight chats that share 3,000 of 3,200 tokens, against one of them."""
-    (one, all_), stock = (
-        held_by_chats(cache, SMALL)
-        for cache in (make_store(kv_cache_bits=4)[0], upstream.LRUPromptCache())
+    (one, all_), (stock_one, stock_all) = (
+        held_by_chats(peer, SMALL) for peer in (ours(4), stock())
     )
-    note = f"{all_:,} bytes; stock {stock[1] / stock[0]:.2f}x, {stock[1]:,} bytes"
+    note = f"{all_:,} bytes; stock {stock_all / stock_one:.2f}x, {stock_all:,} bytes"
     yield Row("eight chats that share 3,000 of 3,200 tokens, to one", all_ / one, 1.7, note)
 
 
@@ -85,12 +77,6 @@ def lookup(quick: bool) -> Iterator[Row]:
     ids = sequence(tokens)
     diverging = ids[:100] + sequence(tokens - 100, seed=1)
     quarter, whole = (_lookup_seconds(ids[:n], diverging[:n]) for n in (tokens // 4, tokens))
-    stock = upstream.LRUPromptCache()
-    stock.insert_cache(MODEL, ids, TINY.prompt_cache(tokens))
-    stock_seconds = median_seconds(3, stock.fetch_nearest_cache, MODEL, diverging)
-    what = f"lookup, {tokens:,} tokens stored, 100 shared, to stock's time"
-    note = f"{whole[0] * 1e3:.2f} ms, stock {stock_seconds:.2f} s"
-    yield Row(what, whole[0] / stock_seconds, 1 / 500, note)
     for shared, short, long in zip(("100", "all"), quarter, whole, strict=True):
         note = f"{short * 1e3:.2f} and {long * 1e3:.2f} ms"
         yield Row(f"lookup, 4x the tokens, {shared} shared, time", long / short, 6, note)
@@ -192,10 +178,16 @@ def start_up(quick: bool) -> Iterator[Row]:
         compileall.compile_dir(site_packages, quiet=1)  # as pip does
         alone, added = [], []
         for _ in range(30 if quick else 200):
-            alone.append(median_seconds(1, subprocess.run, [bare, "-c", "pass"]))
-            added.append(median_seconds(1, subprocess.run, [plugged, "-c", "pass"]) - alone[-1])
+            alone.append(seconds(_start, bare))
+            added.append(seconds(_start, plugged) - alone[-1])
     note = f"without {statistics.median(alone) * 1e3:.1f} ms"
     yield Row("added to `python -c pass`, ms", statistics.median(added) * 1e3, 1, note)
+
+
+def _start(python: Path) -> None:
+    """As anybody would, without the OpenBLAS that benchmarks start with."""
+    variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run([python, "-c", "pass"], env=variables, check=True)
 
 
 def _environment(folder: Path) -> Path:
@@ -217,17 +209,7 @@ MEASURES: tuple[Callable[[bool], Iterator[Row]], ...] = (
 )
 
 
-def main() -> int:
-    """Measure, print and save; 1 if a target was missed."""
-    parser = argparse.ArgumentParser(prog="benchmarks.bench_store", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="smaller inputs; nothing is saved")
-    quick = parser.parse_args().quick
-    rows = [row for measure in tqdm(MEASURES, unit="measure") for row in measure(quick)]
-    print_table(rows)
-    if not quick:
-        save("bench_store", [asdict(row) | {"met": row.met} for row in rows])
-    return 0 if all(row.met for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def measure(arguments: argparse.Namespace) -> Report:
+    """All of them."""
+    rows = [row for part in tqdm(MEASURES, unit="measure") for row in part(arguments.quick)]
+    return Report(rows)

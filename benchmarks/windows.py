@@ -1,7 +1,5 @@
 """Windows at 8 and at 4 bits: what docs/decisions/0002-windows-and-states.md rests on.
 
-    python -m benchmarks.bench_windows
-
 Gemma 3 270M, 15 of whose 18 layers hold a window of 512 tokens, reads a text. Its windows, and
 nothing else, go through a codec as they would at a checkpoint, and the next tokens are scored:
 after one checkpoint, and at the end of ten turns each of which resumed at the checkpoint before.
@@ -9,6 +7,7 @@ after one checkpoint, and at the end of ten turns each of which resumed at the c
 
 from __future__ import annotations
 
+import argparse
 import functools
 import pydoc_data.topics
 import statistics
@@ -29,7 +28,7 @@ from mlx_lm_kvcache_plugin.codecs.windows import WindowPacker
 from mlx_lm_kvcache_plugin.layers import Layer
 from mlx_lm_kvcache_plugin.patches.layer_kinds import Rotating
 
-from .report import save
+from .report import Report, Row
 from .samples import TOPICS, divergence, logprobs_after
 
 CODECS: tuple[Codec, ...] = (
@@ -119,18 +118,14 @@ def in_turns(prefix: list[Any], turns: Sequence[Sequence[int]], codec: Codec | N
     return caches
 
 
-def main() -> None:
-    """Measure, print and save."""
-    scores = [score(topic) for topic in tqdm(TOPICS, unit="document")]
+def measure(arguments: argparse.Namespace) -> Report:
+    """The means of all documents; a quick run reads one."""
+    topics = TOPICS[:1] if arguments.quick else TOPICS
+    scores = [score(topic) for topic in tqdm(topics, unit="document")]
     rows = []
-    print(f"Gemma 3 270M, {SCORED_TOKENS} tokens scored, mean KL of {len(scores)} documents")
-    print(f"windows    one checkpoint  {TURNS} turns")
     for place, name in enumerate(NAMES):
         once, chained = (statistics.fmean(each[place][i] for each in scores) for i in (0, 1))
-        print(f"{name:10} {once:14.5f} {chained:9.5f}")
-        rows.append({"windows": name, "kl": once, "kl_after_turns": chained})
-    save("bench_windows", rows)
-
-
-if __name__ == "__main__":
-    main()
+        note = f"mean of {len(scores)} documents, {SCORED_TOKENS} tokens scored"
+        rows.append(Row(f"KL, windows {name}, one checkpoint", once, note=note))
+        rows.append(Row(f"KL, windows {name}, {TURNS} turns", chained, note=note))
+    return Report(rows)

@@ -1,7 +1,5 @@
 """Forty turns of a chat with a hybrid model, whose thinking never comes back.
 
-    python -m benchmarks.bench_chat [--quick]
-
 The real server, with our cache at 8 bits and with stock's, on a tiny random qwen3_next. As in the
 real one, there are three layers of recurrent state beside one of attention, and a state weighs as
 much as the keys and values of some five turns. The chat template opens the model's thinking and
@@ -12,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ from tests.families import CONFIGURATIONS
 from tests.families.shared import SHARED
 from tests.integration.local_server import LocalServer
 
-from .report import Row, print_table, save
+from .report import Report, Row
 
 TURNS = 40
 SYSTEM_TOKENS, TURN_TOKENS, GENERATED_TOKENS = 600, 90, 24
@@ -111,7 +108,7 @@ def hold(server: LocalServer, role: str, turns: int) -> Chat:
     return Chat(replies, cache.nbytes, len(cache))
 
 
-def measure(folder: Path, role: str, turns: int) -> Iterator[Row]:
+def compare(folder: Path, role: str, turns: int) -> Iterator[Row]:
     """Both servers, the same chat."""
     arguments = ("--model", str(folder))
     with LocalServer(*arguments, "--kv-cache-bits", str(BITS)) as server:
@@ -137,22 +134,9 @@ def measure(folder: Path, role: str, turns: int) -> Iterator[Row]:
     )
 
 
-def main() -> None:
-    """Print the table; a full run is saved."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="ten turns instead of 40, not saved")
-    quick = parser.parse_args().quick
-    logging.disable(logging.WARNING)
+def measure(arguments: argparse.Namespace) -> Report:
+    """Both kinds of chat; a quick one has a quarter of the turns."""
+    turns = TURNS // 4 if arguments.quick else TURNS
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder))
-        turns = TURNS // 4 if quick else TURNS
-        rows = [row for role in ROLES for row in measure(Path(folder), role, turns)]
-    print_table(rows)
-    if not quick:
-        save("bench_chat", [asdict(row) | {"met": row.met} for row in rows])
-
-
-if __name__ == "__main__":
-    main()
+        return Report([row for role in ROLES for row in compare(Path(folder), role, turns)])

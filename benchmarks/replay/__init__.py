@@ -1,0 +1,1 @@
+"""Replays traces of real requests through stores, by ids and lengths alone."""

@@ -1,0 +1,126 @@
+"""Requests as agents make them, the same each time, and the memory of the server they reach."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+import random
+import threading
+import time
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from demo.client import Message
+from demo.server import Server
+
+OPEN_CHATS, LEFT_CHATS = 8, 16
+MOST_MESSAGES = 13
+NEW_CHAT, OLD_CHAT = 0.15, 0.1
+"""How likely a request is the first of a new chat, or goes on with one that was left."""
+
+SHARED_SYSTEMS, SHARED = 3, 0.7
+"""How many system prompts are shared, and how likely a chat has one of them."""
+
+SYSTEM_TOKENS, ANSWER_TOKENS, MESSAGE_TOKENS = (150, 300), (10, 60), (20, 120)
+"""Between what lengths lie."""
+
+WORDS = sorted(word for word in pydoc_data.topics.topics["compound"].split() if word.isalpha())
+
+SAMPLE_S = 0.5
+
+
+class Agents:
+    """Agents whose chats go on by turns; for a tokenizer to which a byte is a token.
+
+    A few chats are open at a time. Each request goes on with one of them, by what its agent has
+    said and by a tool's result or a user's line; or it begins a new one, or comes back to one that
+    was left long ago, in place of an open one. A chat is left for good at `MOST_MESSAGES`, so that
+    traffic is the same all the time. What agents say is drawn and not the model's: two servers get
+    the same requests, whatever they answer.
+
+    Args:
+        seed: of everything that is drawn.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._systems = [self._text(SYSTEM_TOKENS) for _ in range(SHARED_SYSTEMS)]
+        self._open = [self._new_chat() for _ in range(OPEN_CHATS)]
+        self._left: deque[list[Message]] = deque(maxlen=LEFT_CHATS)
+
+    def request(self) -> list[Message]:
+        """The messages of the next request."""
+        place, drawn = self._random.randrange(OPEN_CHATS), self._random.random()
+        if len(self._open[place]) >= MOST_MESSAGES:
+            self._open[place] = self._new_chat()
+        elif drawn < NEW_CHAT:
+            self._left.append(self._open[place])
+            self._open[place] = self._new_chat()
+        elif drawn < NEW_CHAT + OLD_CHAT and self._left:
+            old = self._random.randrange(len(self._left))
+            self._open[place], self._left[old] = self._left[old], self._open[place]
+        messages = self._open[place]
+        self._open[place] = [*messages, *self._turn()]
+        return messages
+
+    def _new_chat(self) -> list[Message]:
+        is_shared = self._random.random() < SHARED
+        system = self._random.choice(self._systems) if is_shared else self._text(SYSTEM_TOKENS)
+        first = {"role": "user", "content": self._text(MESSAGE_TOKENS)}
+        return [{"role": "system", "content": system}, first]
+
+    def _turn(self) -> list[Message]:
+        role = self._random.choice(("tool", "user"))
+        return [
+            {"role": "assistant", "content": self._text(ANSWER_TOKENS)},
+            {"role": role, "content": self._text(MESSAGE_TOKENS)},
+        ]
+
+    def _text(self, tokens: tuple[int, int]) -> str:
+        """A text of words, that no other begins like."""
+        length, text = self._random.randint(*tokens), ""
+        while len(text) < length:
+            text += " " + self._random.choice(WORDS)
+        return text[1 : 1 + length]
+
+
+def process_of(server: Server) -> psutil.Process:
+    """A running server's process, which is a child of this one."""
+    children = psutil.Process().children()
+    return next(child for child in children if str(server.port) in child.cmdline())
+
+
+class ResidentMemory:
+    """The resident memory of servers while a `with` block runs, sampled twice a second.
+
+    Attributes:
+        samples: for each server, by its name: seconds since the beginning, and bytes.
+    """
+
+    def __init__(self, **servers: Server) -> None:
+        self._processes = {name: process_of(server) for name, server in servers.items()}
+        self.samples: dict[str, list[tuple[float, int]]] = {name: [] for name in servers}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Self:
+        self._begun = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(SAMPLE_S):
+            for name, process in self._processes.items():
+                seconds = time.monotonic() - self._begun
+                self.samples[name].append((seconds, process.memory_info().rss))
