@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from . import __version__, doctor
 from .disk import command as disk
+from .evaluation import command as evaluate
 
-COMMANDS = (doctor, disk)
+COMMANDS = (doctor, disk, evaluate)
 """The modules of the sub-commands, each with `add_parser(subparsers)`."""
 
 

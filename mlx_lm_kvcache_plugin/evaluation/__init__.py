@@ -1,0 +1,1 @@
+"""What a hit costs: prefixes that were stored and fetched, held against those that were not."""
