@@ -56,9 +56,9 @@ def sequence(tokens: int, seed: int = 0) -> list[int]:
 
 def relative_error(cache: PrefixCache, tensors: Sequence[PlainTensor], tokens: int) -> float:
     """|decoded - original| / |original|, the mean over layers."""
-    packer = cache.packers.for_specs([tensor.spec for tensor in tensors]).blocks
+    packer = cache.packers.for_specs([tensor.spec for tensor in tensors])
     block_tokens = cache.tree.block_tokens
-    payloads = packer.encode(tensors, 0, block_tokens, tokens // block_tokens)
+    payloads = packer.blocks.encode(tensors, 0, block_tokens, tokens // block_tokens)
     errors = []
     for tensor, decoded in zip(tensors, packer.decode(payloads, tokens), strict=True):
         original = tensor.rows(0, tokens).astype(mx.float32)
