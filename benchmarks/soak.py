@@ -1,8 +1,9 @@
 """Two thousand requests of random agents under a small limit: what is held, and what leaks.
 
 The stock `mlx_lm.server` in a process of its own, with a tiny random model, gets the requests of
-`traffic.Agents`, four at a time; then another one without the plugin's flags gets the same. After
-every ten of them it is asked what its memory holds (watched.py).
+`traffic.Agents`, four at a time; then another one without the plugin's flags gets the same. A
+hundred of the longest come first. After every ten requests the server is asked what its memory
+holds (watched.py).
 
 Memory is flat if what is in use grows by no more than 1% of what is resident over 1,000 requests,
 and the number of Python's allocations by no more than 1%. Both are the growth of the line of least
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REQUESTS, QUICK_REQUESTS = 2000, 100
+LONGEST_FIRST = 100
+"""What codecs and allocators keep for later is as much as the longest needed."""
+
 AT_ONCE = 4
 GENERATED_TOKENS = 4
 
@@ -163,6 +167,9 @@ def soak(model: Path, flags: Sequence[str], requests: Sequence[list[Message]]) -
     with server, ThreadPoolExecutor(AT_ONCE) as threads:
         server.wait_until_healthy()
         read = reader(server, told)
+        longest = Agents(seed=1, longest=True)
+        list(threads.map(ask, [longest.request() for _ in range(LONGEST_FIRST)]))
+        found.replies.clear()
         for first in tqdm(range(0, len(requests), BETWEEN_READINGS), leave=False):
             list(threads.map(ask, requests[first : first + BETWEEN_READINGS]))
             time.sleep(SETTLE_S)

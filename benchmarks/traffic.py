@@ -16,7 +16,7 @@ from demo.client import Message
 from demo.server import Server
 
 OPEN_CHATS, LEFT_CHATS = 8, 16
-MOST_MESSAGES = 13
+MOST_MESSAGES = 12
 NEW_CHAT, OLD_CHAT = 0.15, 0.1
 """How likely a request is the first of a new chat, or goes on with one that was left."""
 
@@ -36,16 +36,18 @@ class Agents:
 
     A few chats are open at a time. Each request goes on with one of them, by what its agent has
     said and by a tool's result or a user's line; or it begins a new one, or comes back to one that
-    was left long ago, in place of an open one. A chat is left for good at `MOST_MESSAGES`, so that
-    traffic is the same all the time. What agents say is drawn and not the model's: two servers get
+    was left long ago, in place of an open one. A chat has no more than `MOST_MESSAGES`, so that traffic
+    is the same all the time. What agents say is drawn and not the model's: two servers get
     the same requests, whatever they answer.
 
     Args:
         seed: of everything that is drawn.
+        longest: whether every message is as long as any gets.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, longest: bool = False) -> None:
         self._random = random.Random(seed)
+        self._longest = longest
         self._systems = [self._text(SYSTEM_TOKENS) for _ in range(SHARED_SYSTEMS)]
         self._open = [self._new_chat() for _ in range(OPEN_CHATS)]
         self._left: deque[list[Message]] = deque(maxlen=LEFT_CHATS)
@@ -53,7 +55,7 @@ class Agents:
     def request(self) -> list[Message]:
         """The messages of the next request."""
         place, drawn = self._random.randrange(OPEN_CHATS), self._random.random()
-        if len(self._open[place]) >= MOST_MESSAGES:
+        if len(self._open[place]) > MOST_MESSAGES:
             self._open[place] = self._new_chat()
         elif drawn < NEW_CHAT:
             self._left.append(self._open[place])
@@ -80,7 +82,8 @@ class Agents:
 
     def _text(self, tokens: tuple[int, int]) -> str:
         """A text of words, that no other begins like."""
-        length, text = self._random.randint(*tokens), ""
+        length = tokens[1] if self._longest else self._random.randint(*tokens)
+        text = ""
         while len(text) < length:
             text += " " + self._random.choice(WORDS)
         return text[1 : 1 + length]

@@ -173,14 +173,31 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """Room for rows that the model will add, behind those that are fetched.
+
+    Attributes:
+        rows: for how many.
+        takers: for each tensor in blocks, whether it gets any.
+    """
+
+    rows: int
+    takers: tuple[bool, ...]
+
+
+NO_ROOM = Room(0, ())
+
+
+@dataclass(frozen=True, slots=True)
 class Fetched:
     """All layers after a prompt's first tokens.
 
     Attributes:
         tokens: how many.
-        rows: [heads, tokens, dim] each, evaluated; perhaps with room for more behind them.
+        rows: [heads, tokens, dim] each, evaluated; longer by `room` where that is taken.
         windows: [heads, held tokens, dim] each, evaluated.
         states: in the order of the layers that have one.
+        room: how many rows of zeros follow for those who take them.
     """
 
     layout: Layout
@@ -188,3 +205,4 @@ class Fetched:
     rows: list[mx.array]
     windows: list[mx.array]
     states: list[Any]
+    room: int = 0

@@ -40,7 +40,7 @@ def find_longest(
     """The longest stored prefix of a prompt in any of these spaces, of at most so many tokens."""
     look = min(LOOKED_AT_FIRST, longest)
     while True:
-        ids = np.array(tokens[: look + 1], np.int64)
+        ids = np.asarray(tokens[: look + 1], np.int64)
         wanted = ids[: before_image(ids, look)]
         blocks = len(wanted) // tree.block_tokens
         if look == longest or all(len(tree.walk(space, wanted)) < blocks for space in spaces):

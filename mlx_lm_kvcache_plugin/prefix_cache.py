@@ -20,7 +20,7 @@ from .codecs.sequence import SequencePackers
 from .disk.tier import DiskTier
 from .errors import CodecError
 from .events import Counters, Event, Evict, Hit, Insert, Miss
-from .layers import Fetched, Layers, Portable
+from .layers import NO_ROOM, Fetched, Layers, Portable, Room
 from .matching import Prefix, find_longest
 from .offload import Offload
 from .settings import Settings
@@ -117,11 +117,13 @@ class PrefixCache:
             most: how many tokens it may have.
         """
         longest = len(tokens) - 1 if most is None else min(most, len(tokens) - 1)
-        if self._offload is not None and longest > 0:
+        if self._offload is not None:
             tokens = np.array(tokens, np.int64)
-            with self._reporting_evictions():
-                keep_within(self.tree, self.budget)
-                self._offload.restore(namespace, tokens[: before_image(tokens, longest)])
+            wanted = tokens[: before_image(tokens, longest)]
+            if len(wanted):
+                with self._reporting_evictions():
+                    keep_within(self.tree, self.budget)
+                    self._offload.restore(namespace, wanted)
         return find_longest(self.tree, self._spaces.of(namespace), tokens, longest)
 
     def fetch(
@@ -129,7 +131,7 @@ class PrefixCache:
         tokens: Sequence[int],
         prefix: Prefix | None,
         translate: Callable[[Fetched], Any] = lambda fetched: fetched,
-        room: int = 0,
+        room: Room = NO_ROOM,
     ) -> Any:
         """Decode what was matched.
 
@@ -137,7 +139,7 @@ class PrefixCache:
             tokens: of the prompt.
             prefix: what `match` found for it, with no call in between.
             translate: makes of a `Fetched` what the caller wants; a failure of it is no hit.
-            room: how many rows the model will add: there is room for them behind the others.
+            room: what is wanted of it behind the rows.
 
         Returns:
             What `translate` made of it; None if nothing was found.
@@ -159,17 +161,17 @@ class PrefixCache:
             self.record(Hit(len(tokens), prefix.tokens, time.perf_counter() - begun))
         return result
 
-    def _decode(self, prefix: Prefix, room: int) -> Fetched:
+    def _decode(self, prefix: Prefix, room: Room) -> Fetched:
         space = prefix.space
         rows, windows, states = [], [], []
         if space.layout.rows:
             payloads = [cast(Payload, block.payload) for block in prefix.blocks]
-            rows = space.rows.decode(payloads, prefix.tokens, room)
+            rows = space.rows.decode(payloads, prefix.tokens, room.rows, room.takers)
         if prefix.checkpoint is not None:
             checkpoint = cast(Checkpoint, prefix.checkpoint.payload)
             windows = space.windows.decode(checkpoint.windows)
             states = checkpoint.states.restore()
-        return Fetched(space.layout, prefix.tokens, rows, windows, states)
+        return Fetched(space.layout, prefix.tokens, rows, windows, states, room.rows)
 
     def _distrust(self, namespace: Hashable) -> None:
         """Give up what is stored of a namespace: else its prompts would fail for ever."""

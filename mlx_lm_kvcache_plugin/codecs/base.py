@@ -76,6 +76,11 @@ class Codec(Protocol):
         """
 
 
+def on_cpu() -> bool:
+    """Whether MLX computes on a CPU here."""
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
 def to_host(x: mx.array) -> Array:
     """Copy an array out of MLX. numpy has no bfloat16: its bits travel as integers."""
     return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)

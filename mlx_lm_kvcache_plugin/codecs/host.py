@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from .base import Array, Parts, rows_of
+from .base import Array, Parts, on_cpu, rows_of
 from .rotation import grid_offset, is_power_of_two, matrix, mix_groups, norm, spread_groups
-from .threads import on_cpu
+from .tensors import PIECE_ELEMENTS
 
 PACKED_BITS = (2, 4, 8)
 """Codes of so many bits never straddle two words."""
@@ -52,6 +52,8 @@ class _Scratch(threading.local):
     def get(self, name: str, *shape: int) -> Array:
         """An array of float32 that holds anything, and is overwritten by the next of its name."""
         size = math.prod(shape)
+        if size > PIECE_ELEMENTS:  # a block of very many heads: not to be kept for ever
+            return np.empty(shape, np.float32)
         array = self._arrays.get(name)
         if array is None or array.size < size:
             array = self._arrays[name] = np.empty(size, np.float32)
@@ -94,7 +96,9 @@ def _centre(x: Array) -> Array:
     """Subtract the mean of each block's channels, put the rest on a grid; the means."""
     blocks, heads, tokens, dim = x.shape
     with np.errstate(all="ignore"):  # what is not finite is kept raw by whoever asked
-        means: Array = x.mean(axis=2, keepdims=True).astype(np.float16)
+        # As `mx.mean` does it; to divide would be another number now and then.
+        means: Array = x.sum(axis=2, keepdims=True) * np.float32(1 / tokens)
+        means = means.astype(np.float16)
         x -= means.astype(np.float32)
         flat = x.reshape(blocks, heads, 1, tokens * dim)
         peak = np.maximum(flat.max(axis=3, keepdims=True), -flat.min(axis=3, keepdims=True))

@@ -41,14 +41,44 @@ class SequencePacker:
         """What encodes a block some of whose rows were encoded so often before."""
         return self.tails if encodings >= MOST_ENCODINGS else self.blocks
 
-    def decode(self, payloads: Sequence[Payload], tokens: int, room: int = 0) -> list[mx.array]:
-        """Each tensor's first `tokens` rows, evaluated: [heads, tokens + room, dim].
+    def decode(
+        self,
+        payloads: Sequence[Payload],
+        tokens: int,
+        room: int = 0,
+        takers: Sequence[bool] = (),
+    ) -> list[mx.array]:
+        """Each tensor's first `tokens` rows, evaluated: [heads, tokens, dim].
 
         Args:
             payloads: consecutive blocks and perhaps a tail; all but the last are wanted whole.
             tokens: how many in all.
-            room: how many rows of zeros are to follow, for what comes next.
+            room: how many rows of zeros follow, for what the model will add.
+            takers: the tensors that they follow in; none if it is empty.
         """
+        runs = self._runs(payloads, tokens)
+        takes = [room > 0 and taker for taker in takers or [False] * len(self.blocks.specs)]
+
+        def decode_batch(batch: Sequence[int]) -> list[mx.array]:
+            pieces = [packer.decode(batch, run, length) for packer, run, length in runs]
+            if takes[batch[0]]:
+                return list(_with_room(pieces, tokens + room))
+            return list(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2))
+
+        batches = [
+            [index for index in batch if takes[index] == taken]
+            for batch in self.blocks.batches(tokens)
+            for taken in sorted({takes[index] for index in batch})
+        ]
+        found: dict[int, mx.array] = {}
+        for batch, tensors in zip(batches, map_pieces(decode_batch, batches), strict=True):
+            found.update(zip(batch, tensors, strict=True))
+        return [found[index] for index in range(len(found))]
+
+    def _runs(
+        self, payloads: Sequence[Payload], tokens: int
+    ) -> list[tuple[Packer, list[Payload], int]]:
+        """What was encoded alike, and how many rows are wanted of each."""
         runs, left = [], tokens
         for is_near_exact, group in groupby(payloads, key=attrgetter("is_near_exact")):
             packer, run = self.tails if is_near_exact else self.blocks, list(group)
@@ -57,19 +87,17 @@ class SequencePacker:
             left -= length
         if left:
             raise CodecError(f"{tokens} tokens are wanted, and the blocks have {tokens - left}")
+        return runs
 
-        def decode_batch(batch: Sequence[int]) -> list[mx.array]:
-            pieces = [packer.decode(batch, run, length) for packer, run, length in runs]
-            if room:
-                spec = self.blocks.specs[batch[0]]
-                pieces.append(mx.zeros((len(batch), spec.heads, room, spec.dim), spec.dtype))
-            return list(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2))
 
-        found: dict[int, mx.array] = {}
-        batches = self.blocks.batches(tokens)
-        for batch, tensors in zip(batches, map_pieces(decode_batch, batches), strict=True):
-            found.update(zip(batch, tensors, strict=True))
-        return [found[index] for index in range(len(found))]
+def _with_room(pieces: Sequence[mx.array], rows: int) -> mx.array:
+    """Pieces of [tensors, heads, some rows, dim] one after the other, and zeros behind them."""
+    tensors, heads, _, dim = pieces[0].shape
+    joined, start = mx.zeros((tensors, heads, rows, dim), pieces[0].dtype), 0
+    for piece in pieces:  # each is written into the one array: nothing else is as large
+        joined[:, :, start : start + piece.shape[2]] = piece
+        start += piece.shape[2]
+    return joined
 
 
 class SequencePackers:

@@ -10,7 +10,17 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from ..codecs.tensors import Tensor, TensorSpec
-from ..layers import STATEFUL, TOKEN_WISE, Fetched, Layer, LayerKind, LayerKinds, Layers, Layout
+from ..layers import (
+    STATEFUL,
+    TOKEN_WISE,
+    Fetched,
+    Layer,
+    LayerKind,
+    LayerKinds,
+    Layers,
+    Layout,
+    Room,
+)
 from .layer_kinds import STATE, UNUSED, is_empty
 from .snapshot import Snapshot
 
@@ -214,6 +224,25 @@ def _all_zeros(tensors: Mapping[Place, Tensor], tokens: int, written: Written) -
     return zeros
 
 
+def room_in(layout: Layout, rows: int) -> Room:
+    """Room for so many rows where upstream's arrays may be longer than what is in them."""
+    form: Any = layout.form
+    takers = [_takes_room(leaf) for leaf in _leaves(form) for blank in leaf.rows if blank is None]
+    return Room(rows, tuple(takers))
+
+
+def _takes_room(leaf: Leaf) -> bool:
+    return getattr(leaf.kind, "takes_room", False)
+
+
+def _leaves(form: Sequence[Any]) -> Iterator[Leaf]:
+    for entry in form:
+        if isinstance(entry, Nested):
+            yield from _leaves(entry.members)
+        else:
+            yield entry
+
+
 def put_together(fetched: Fetched) -> LayerCaches:
     """Upstream's cache objects for what was fetched."""
     parts = _Parts(fetched)
@@ -227,7 +256,7 @@ class _Parts:
 
     def __init__(self, fetched: Fetched) -> None:
         self.arrays: list[mx.array] = []
-        self._tokens = fetched.tokens
+        self._tokens, self._room = fetched.tokens, fetched.room
         self._rows = iter(fetched.rows)
         self._windows = iter(fetched.windows)
         self._states = iter(fetched.states)
@@ -238,11 +267,11 @@ class _Parts:
             if entry.container is CacheList:
                 return CacheList(*members)  # type: ignore[no-untyped-call]
             return entry.container(members)
-        takes_room = getattr(entry.kind, "takes_room", False)
+        length = self._tokens + (self._room if _takes_room(entry) else 0)
         rows = tuple(
-            self._next_row(takes_room)
+            next(self._rows)
             if blank is None
-            else mx.zeros((blank.heads, self._tokens, blank.dim), blank.dtype)
+            else mx.zeros((blank.heads, length, blank.dim), blank.dtype)
             for blank in entry.rows
         )
         window = tuple(next(self._windows) for _ in range(entry.windows))
@@ -254,7 +283,3 @@ class _Parts:
             if isinstance(value, mx.array)
         ]
         return cache
-
-    def _next_row(self, takes_room: bool) -> mx.array:
-        row = next(self._rows)
-        return row if takes_room else row[:, : self._tokens]

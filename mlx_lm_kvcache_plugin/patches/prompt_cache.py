@@ -8,12 +8,19 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..events import Error
-from ..layers import LayerKinds
+from ..layers import NO_ROOM, LayerKinds, Room
 from ..matching import Prefix
 from ..prefix_cache import PrefixCache
 from ..spaces import MOST_NAMESPACES
 from ..store.thinning import GENERATED, PROMPT, SYSTEM, USER
-from .models_cache import LayerCaches, Written, is_trimmable, put_together, take_apart
+from .models_cache import (
+    LayerCaches,
+    Written,
+    is_trimmable,
+    put_together,
+    room_in,
+    take_apart,
+)
 from .ranks import Ranks
 
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
@@ -24,6 +31,10 @@ CACHE_TYPES = {GENERATED: (GENERATED,), USER: (USER, PROMPT), SYSTEM: (SYSTEM,)}
 
 ROOM_TOKENS = 256
 """How many tokens may be generated before upstream, which grows by as many, has to copy a cache."""
+
+MOST_ROOM_TOKENS = 4096
+"""How much room a prompt gets that is mostly new: it may be given up, and upstream grows by as
+many as it computes at once. One that is mostly a hit gets as much again as it has."""
 
 
 class PrefixPromptCache:
@@ -59,7 +70,7 @@ class PrefixPromptCache:
     def fetch_alone(self, model: Any, tokens: list[int]) -> tuple[LayerCaches | None, list[int]]:
         """The same for a prompt that goes on with these very objects, as a batch does not.
 
-        They have room for the rest of it, and upstream needs no copy to add that.
+        They have room for the rest of it, so that upstream need not copy them to add that.
         """
         return self._fetch(model, tokens, has_room=True)
 
@@ -76,7 +87,7 @@ class PrefixPromptCache:
         if self.cache is not None and agreed is not None:
             with self._failing_softly("fetch"):
                 prefix = found[-1] if agreed else None
-                room = len(tokens) - prefix.tokens + ROOM_TOKENS if prefix and has_room else 0
+                room = _room(prefix, len(tokens)) if prefix and has_room else NO_ROOM
                 caches = self.cache.fetch(tokens, prefix, put_together, room)
         if agreed and not self.ranks.all(caches is not None):
             caches = None
@@ -161,6 +172,12 @@ class PrefixPromptCache:
                 logger.warning(
                     "prefix cache: %s failed and was skipped: %s", operation, cause, exc_info=error
                 )
+
+
+def _room(prefix: Prefix, tokens: int) -> Room:
+    """For the rest of a prompt of so many tokens, and what is generated first."""
+    rows = tokens - prefix.tokens + ROOM_TOKENS
+    return room_in(prefix.space.layout, min(rows, max(MOST_ROOM_TOKENS, prefix.tokens)))
 
 
 def _has_draft(model: Any) -> bool:

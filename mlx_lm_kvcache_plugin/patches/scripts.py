@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..codecs.threads import in_codec_thread
 from ..layers import LayerKinds
 from ..plugins import plugins
 from ..settings import Settings
@@ -143,7 +144,9 @@ class Scripts:
                 self._attach(face, namespace, [model, draft_model])
             else:
                 namespace, is_token_wise = like.namespace, like.is_token_wise
-            fetch = face.fetch_nearest_cache if in_batch else face.fetch_alone
+            # A batch copies what it gets, and what is quantized is another array by the next step.
+            has_room = not in_batch and quantization is None
+            fetch = face.fetch_alone if has_room else face.fetch_nearest_cache
             caches, rest = fetch(namespace, tokens)
             reused = len(tokens) - len(rest) if caches is not None else 0
             models = (model, draft_model)
@@ -183,8 +186,12 @@ class Scripts:
     def _entered(self) -> Iterator[PrefixPromptCache | None]:
         """The store, for one thread at a time.
 
-        None where this thread is inside already: there the collector has just ended a generator.
+        None where this thread is inside already, or works for one that is: there the collector
+        has just ended a generator.
         """
+        if in_codec_thread():
+            yield None
+            return
         with self._lock:
             if self._is_inside:
                 yield None

@@ -125,3 +125,12 @@ def test_memory_in_use_is_what_is_held_and_not_what_mlx_keeps_for_later() -> Non
     assert held is not None and held - before == pytest.approx(10 << 20, rel=0.05)
     del array
     assert used_bytes() == pytest.approx(before, abs=1 << 20)
+
+
+def test_the_longest_chats_are_as_long_as_any_gets() -> None:
+    def length(messages: list[dict[str, str]]) -> int:
+        return sum(len(message["content"]) for message in messages)
+
+    longest = Agents(longest=True)
+    most = max(length(longest.request()) for _ in range(100))
+    assert most >= max(map(length, requests(2000)))

@@ -10,8 +10,9 @@ from mlx_lm_kvcache_plugin.codecs import device, host
 from mlx_lm_kvcache_plugin.codecs.base import Array, CodecOptions, Parts
 from mlx_lm_kvcache_plugin.codecs.rotated import RotatedCodec
 
-TOKENS = 24
-"""Tokens of a block: with three heads, rows that are not multiplied 64 at a time."""
+TOKENS = 7
+"""Tokens of a block: with three heads, rows that are not multiplied 64 at a time, and a number that
+one is not to be divided by without a rounding."""
 
 BLOCKS = 3
 

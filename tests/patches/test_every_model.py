@@ -53,10 +53,11 @@ def test_what_is_fetched_goes_on_where_it_was_stored(
         face.insert_cache(MODEL, PROMPT[:-1], caches)
     wanted = logits_after(model, PROMPT[-1:], caches)
     for codec, face in faces.items():
-        for tokens in (CUT, PROMPT):
-            fetched, rest = face.fetch_nearest_cache(MODEL, tokens)
-            assert are_at(fetched or [], len(tokens) - len(rest))
-        assert fetched is not None and rest == PROMPT[-1:]
-        errors = logits_after(model, rest, fetched) - wanted
-        assert np.sqrt(np.mean(errors**2)) <= ERRORS[codec] * wanted.std()
+        for fetch in (face.fetch_nearest_cache, face.fetch_alone):
+            for tokens in (CUT, PROMPT):
+                fetched, rest = fetch(MODEL, tokens)
+                assert are_at(fetched or [], len(tokens) - len(rest))
+            assert fetched is not None and rest == PROMPT[-1:]
+            errors = logits_after(model, rest, fetched) - wanted
+            assert np.sqrt(np.mean(errors**2)) <= ERRORS[codec] * wanted.std()
         assert face.cache is not None and not face.cache.counters.errors

@@ -27,6 +27,7 @@ from mlx_lm_kvcache_plugin.events import Counters, Error, Event, Evict
 from mlx_lm_kvcache_plugin.patches.models_cache import leaves_of
 from mlx_lm_kvcache_plugin.patches.prompt_cache import (
     CACHE_TYPES,
+    MOST_ROOM_TOKENS,
     ROOM_TOKENS,
     PrefixPromptCache,
 )
@@ -250,6 +251,17 @@ def test_what_is_added_needs_no_copy() -> None:
         new = mx.ones((1, heads, len(rest) + ROOM_TOKENS, dim), cache.keys.dtype)
         cache.update_and_fetch(new, new)
         assert cache.offset == cache.keys.shape[2] == length
+
+
+def test_room_is_for_those_who_take_it() -> None:
+    """A window that is not yet full has just its rows; and a prompt that is mostly new may be given
+    up: it gets room for some of it."""
+    ours = Face()
+    ours.put(range(10), make=rotating_caches)
+    caches, _ = ours.fetch_alone(MODEL, [*range(10), *range(100, 100 + 3 * MOST_ROOM_TOKENS)])
+    window, plain = caches
+    assert window.keys.shape[2] == 10
+    assert plain.keys.shape[2] == 10 + MOST_ROOM_TOKENS
 
 
 def test_what_came_in_is_the_callers_too() -> None:

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_lm_kvcache_plugin import fingerprint as fingerprints
+from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.patches import opening, scripts
 from mlx_lm_kvcache_plugin.patches.prompt_cache import PrefixPromptCache
 from mlx_lm_kvcache_plugin.plugins import plugins
@@ -590,6 +591,27 @@ def test_a_generator_that_is_collected_inside_stores_nothing(
     generator = script.module.generate_step(mx.array(PROMPT), llama)
     next(generator)
     monkeypatch.setattr(PrefixPromptCache, operation, collect)
+    inside.append(generator)
+    assert_same(steps(script.module, llama, PROMPT[:50]), steps(stock, llama, PROMPT[:50]))
+    assert not inside
+    script.check()
+
+
+def test_a_generator_that_is_collected_in_a_codecs_thread_stores_nothing(
+    script: Script, stock: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which works for a thread that holds the store meanwhile: it must not wait for it."""
+    inside: list[Any] = []
+    encode = RawCodec.encode
+
+    def collect(self: Any, *arguments: Any, **options: Any) -> Any:
+        if inside:
+            inside.pop().close()
+        return encode(self, *arguments, **options)
+
+    generator = script.module.generate_step(mx.array(PROMPT), llama)
+    next(generator)
+    monkeypatch.setattr(RawCodec, "encode", collect)
     inside.append(generator)
     assert_same(steps(script.module, llama, PROMPT[:50]), steps(stock, llama, PROMPT[:50]))
     assert not inside
