@@ -96,7 +96,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     budgets, most = (QUICK_BUDGETS, QUICK_REQUESTS) if arguments.quick else (BUDGETS, None)
     try:
         requests = read_trace(arguments.trace, most)
-    except TraceError as error:
+    except (TraceError, OSError) as error:
         raise SystemExit(f"benchmarks: {error}") from None
     rates = replay(requests, budgets)
     prompt_tokens = sum(request.tokens for request in requests)

@@ -145,6 +145,8 @@ def chat_rows(held: Mapping[str, list[Turn]]) -> Iterator[Row]:
     """Ours to stock's, turn by turn."""
     turns = range(len(held[STOCK]))
     compared = [turn for turn in turns if all(is_hit(each[turn]) for each in held.values())]
+    if not compared:
+        raise SystemExit(f"benchmarks: no turn hit {HIT:.0%} of its prompt at every server")
     for name in held:
         if name != STOCK:
             pairs = [(held[name][turn].reply, held[STOCK][turn].reply) for turn in compared]
@@ -155,8 +157,8 @@ def chat_rows(held: Mapping[str, list[Turn]]) -> Iterator[Row]:
                 f"{median_s(one for one, _ in pairs):.3f} and "
                 f"{median_s(other for _, other in pairs):.3f} s, {len(pairs)} turns",
             )
-    for name, turns in held.items():
-        replies = [reply for turn in turns for reply in (turn.reply, *turn.sub_agents)]
+    for name, each in held.items():
+        replies = [reply for turn in each for reply in (turn.reply, *turn.sub_agents)]
         prompts = sum(reply.prompt_tokens for reply in replies)
         missed = 1 - sum(reply.cached_tokens for reply in replies) / prompts
         note = f"of {prompts:,} tokens in {len(replies)} requests"
@@ -198,9 +200,12 @@ def tokens_a_second(server: Server, number: int) -> float:
     with ThreadPoolExecutor(1) as thread:
         others_end = thread.submit(others)
         prompt = passage(LONG_PROMPT_TOKENS, LONG_PLACE + number)
-        reply = complete(
-            server, prompt, max_tokens=LONG_ANSWER_TOKENS, on_first_token=has_begun.set
-        )
+        try:
+            reply = complete(
+                server, prompt, max_tokens=LONG_ANSWER_TOKENS, on_first_token=has_begun.set
+            )
+        finally:
+            has_begun.set()  # or the others would wait for ever
         ended = time.perf_counter()
     if others_end.result() > ended:
         raise SystemExit("the others took longer than the long request: it did not run beside them")

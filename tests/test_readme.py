@@ -34,6 +34,21 @@ def test_the_figures_are_the_measured_ones(row: dict) -> None:
     assert ("**missed**" in line) == (not row["met"])
 
 
+FIDELITY = [
+    each for each in results("fidelity")["data"]["settings"] if each["model"] == "SmolLM2"
+]
+
+
+@pytest.mark.parametrize("each", FIDELITY, ids=lambda each: f"{each['codec']} {each['bits']}")
+def test_the_figures_of_fidelity_are_the_measured_ones(each: dict) -> None:
+    """Every setting stands in the table; keys and values may have bits of their own."""
+    bits = " / ".join(str(b) for b in dict.fromkeys((each["bits"], each["value_bits"])) if b)
+    same = f"{each['same_greedy']} of {each['documents']}"
+    room = f"{each['codec_bits_per_element']:.2f}"
+    cells = (each["codec"], bits, room, f"{each['kl']:.5f}", f"{each['top1']:.1%}", same)
+    assert f"| {' | '.join(cells)} |" in README
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_link_leads_somewhere(document: Path) -> None:
     """Those to files of the project; and no placeholder was left."""

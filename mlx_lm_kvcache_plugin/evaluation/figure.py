@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
-from .recommendation import CLOSE_KL, SMALL_KL
+from .recommendation import limits_beside
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,12 +43,10 @@ def draw(found: Mapping[str, Any]) -> Figure:
     axes = figure.add_subplot()
     for codec in dict.fromkeys(each["codec"] for each in found["settings"]):
         _draw_codec(axes, codec, found)
-    lines = [(CLOSE_KL, "1 drawn token in 100"), (SMALL_KL, "1 in 14")]
-    if (rounding := found["rounding"]["kl"]) > CLOSE_KL:
-        lines.append((rounding, "rounding"))
-    for limit, words in lines:
+    words = ("as good as without a cache", "a small loss")
+    for limit, word in zip(limits_beside(found["rounding"]["kl"]), words, strict=True):
         axes.axhline(limit, color="0.7", linewidth=0.8, zorder=0)
-        axes.text(1, limit, words, transform=axes.get_yaxis_transform(), ha="right", va="bottom")
+        axes.text(1, limit, word, transform=axes.get_yaxis_transform(), ha="right", va="bottom")
     axes.set_yscale("log")
     axes.set_xlabel("bits per element, everything counted")
     axes.set_ylabel("KL divergence of the next token (nats)")

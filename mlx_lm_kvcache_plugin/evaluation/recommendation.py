@@ -59,14 +59,19 @@ def recommend(summaries: Sequence[Summary], rounding: Loss) -> list[Recommendati
     smaller = [each for each in quantized if each.room.is_smaller]
     if not smaller:
         return [Recommendation(SAME, "", EXACT)] if quantized else []
-    close = rounding.kl + max(CLOSE_KL, rounding.kl)
-    small = max(close, rounding.kl + SMALL_KL)
+    close, small = limits_beside(rounding.kl)
     same = [each for each in smaller if each.loss.same_greedy >= rounding.same_greedy]
     return [
         _recommendation(SAME, same, rounding, close),
         _recommendation(CLOSE, smaller, rounding, close),
         _recommendation(SMALL, smaller, rounding, small),
     ]
+
+
+def limits_beside(rounding_kl: float) -> tuple[float, float]:
+    """The KL of answers that are as good, and that of a small loss, beside the model's rounding."""
+    close = rounding_kl + max(CLOSE_KL, rounding_kl)
+    return close, max(close, rounding_kl + SMALL_KL)
 
 
 def _recommendation(

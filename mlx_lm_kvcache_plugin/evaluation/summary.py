@@ -14,6 +14,9 @@ from .choices import DEFAULT_CODEC
 from .footprint import Footprint
 from .scoring import GREEDY_TOKENS, Score
 
+MOST_NATS = 700.0
+"""More would not fit into a float, and says no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
@@ -39,7 +42,7 @@ class Loss:
             documents=len(scores),
             kl=fmean(score.kl for score in scores),
             top1=fmean(score.top1 for score in scores),
-            perplexity_ratio=math.exp(fmean(score.surprise for score in scores)),
+            perplexity_ratio=math.exp(min(MOST_NATS, fmean(score.surprise for score in scores))),
             same_greedy=sum(score.same_tokens == GREEDY_TOKENS for score in scores),
         )
 

@@ -97,7 +97,7 @@ def state(tree: BlockTree) -> tuple[object, ...]:
 
 CRASHES = {
     "codec, first block": (RotatedCodec, "encode", 0),
-    "codec, second run of blocks": (RotatedCodec, "encode", 3),
+    "codec, second run of blocks": (RotatedCodec, "encode", 1),
     "codec, tail": (Packer, "encode", 2),
     "tree": (BlockTree, "add", 5),
     "memory probe, before": (psutil, "virtual_memory", 1),

@@ -64,7 +64,7 @@ def test_a_block_is_split_to_the_token(
             with mock.patch.object(Packer, "decode", autospec=True, side_effect=Packer.decode) as d:
                 answer = server.text(other, **MODES[mode])
             assert answer.cached_tokens == answer.longest_hit == shared
-            assert sum(call.args[2] for call in d.call_args_list) == shared
+            assert sum(call.args[3] for call in d.call_args_list) == shared
             if codec == "raw":
                 assert same_answer(answer, cold.text(other, **MODES[mode]))
         server.check_rows(loaded, 1e-3 if codec == "raw" else 0.1)
