@@ -18,14 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import mlx_lm_kvcache_plugin
 from mlx_lm_kvcache_plugin.codecs.packing import Payload
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 
 from .peers import held_by_chats, ours, stock
-from .report import Report, Row, median_seconds, seconds
+from .report import Report, Row, median_seconds, report_of, seconds
 from .samples import LARGE, SMALL, TINY, TOPICS, extend, read, topic_ids
 from .stores import MODEL, make_store, relative_error, sequence, sixteen_bit
 
@@ -213,5 +211,4 @@ MEASURES: tuple[Callable[[bool], Iterator[Row]], ...] = (
 
 def measure(arguments: argparse.Namespace) -> Report:
     """All of them."""
-    rows = [row for part in tqdm(MEASURES, unit="measure") for row in part(arguments.quick)]
-    return Report(rows)
+    return report_of(MEASURES, arguments.quick)

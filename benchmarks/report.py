@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -18,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import psutil
+from tqdm import tqdm
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -77,6 +78,11 @@ class Report:
 
     rows: Sequence[Row]
     data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def report_of(measures: Sequence[Callable[[bool], Iterable[Row]]], quick: bool) -> Report:
+    """The rows of several measures, one after the other."""
+    return Report([row for part in tqdm(measures, unit="measure") for row in part(quick)])
 
 
 def median_seconds(times: int, run: Callable[..., object], *args: Any) -> float:

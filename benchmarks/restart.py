@@ -33,7 +33,7 @@ from demo.sessions import Chat
 from demo.smollm2 import ensure_model
 from tests.integration.local_server import LocalServer
 
-from .report import Report, Row
+from .report import Report, Row, report_of
 
 BITS = ("--kv-cache-bits", "4")
 PROMPT_TOKENS = 600
@@ -270,5 +270,4 @@ MEASURES: tuple[Callable[[bool], Iterator[Row]], ...] = (
 
 def measure(arguments: argparse.Namespace) -> Report:
     """All of them."""
-    rows = [row for part in tqdm(MEASURES, unit="measure") for row in part(arguments.quick)]
-    return Report(rows)
+    return report_of(MEASURES, arguments.quick)

@@ -36,8 +36,8 @@ class Agents:
 
     A few chats are open at a time. Each request goes on with one of them, by what its agent has
     said and by a tool's result or a user's line; or it begins a new one, or comes back to one that
-    was left long ago, in place of an open one. A chat has no more than `MOST_MESSAGES`, so that traffic
-    is the same all the time. What agents say is drawn and not the model's: two servers get
+    was left long ago, in place of an open one. A chat has no more than `MOST_MESSAGES`, so that
+    traffic is the same all the time. What agents say is drawn and not the model's: two servers get
     the same requests, whatever they answer.
 
     Args:
