@@ -133,10 +133,9 @@ class Scripts:
             fresh: LayerCaches = []
             if like is None:
                 fresh = empty_caches(model)
-                if draft_model is not None:
-                    if len(fresh) != len(model.layers):  # by which upstream tells the two apart
-                        return None
-                    fresh += empty_caches(draft_model)
+                if draft_model is not None and len(fresh) != len(model.layers):
+                    return None  # upstream tells the two apart by that number
+                fresh += [] if draft_model is None else empty_caches(draft_model)
                 is_token_wise = not needs_checkpoints(fresh, self._kinds)
                 is_padded = in_batch and has_states(fresh, self._kinds)
                 treatment = IN_BATCH if is_padded else quantization
@@ -144,13 +143,12 @@ class Scripts:
                 self._attach(face, namespace, [model, draft_model])
             else:
                 namespace, is_token_wise = like.namespace, like.is_token_wise
-            # A batch copies what it gets, and what is quantized is another array by the next step.
-            has_room = not in_batch and quantization is None
-            fetch = face.fetch_alone if has_room else face.fetch_nearest_cache
+            is_copied = in_batch or quantization is not None  # by upstream, in any case
+            fetch = face.fetch_nearest_cache if is_copied else face.fetch_alone
             caches, rest = fetch(namespace, tokens)
             reused = len(tokens) - len(rest) if caches is not None else 0
-            models = (model, draft_model)
-            return Request(namespace, tokens, caches or fresh, reused, is_token_wise, models)
+            both = (model, draft_model)
+            return Request(namespace, tokens, caches or fresh, reused, is_token_wise, both)
         return None  # for type checkers: what fails above comes here
 
     def is_of_today(self, request: Request) -> bool:
