@@ -34,9 +34,7 @@ def test_the_figures_are_the_measured_ones(row: dict) -> None:
     assert ("**missed**" in line) == (not row["met"])
 
 
-FIDELITY = [
-    each for each in results("fidelity")["data"]["settings"] if each["model"] == "SmolLM2"
-]
+FIDELITY = [each for each in results("fidelity")["data"]["settings"] if each["model"] == "SmolLM2"]
 
 
 @pytest.mark.parametrize("each", FIDELITY, ids=lambda each: f"{each['codec']} {each['bits']}")
