@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import mlx.core as mx
 
 from .codecs.base import Array as HostArray
-from .codecs.tensors import Tensor, TensorSpec
+from .codecs.tensors import Room, Tensor, TensorSpec
 from .codecs.windows import WindowTensor
 from .errors import LayerKindError
 
@@ -173,22 +173,6 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Room for rows that the model will add, behind those that are fetched.
-
-    Attributes:
-        rows: for how many.
-        takers: for each tensor in blocks, whether it gets any.
-    """
-
-    rows: int
-    takers: tuple[bool, ...]
-
-
-NO_ROOM = Room(0, ())
-
-
-@dataclass(frozen=True, slots=True)
 class Fetched:
     """All layers after a prompt's first tokens.
 
@@ -197,7 +181,7 @@ class Fetched:
         rows: [heads, tokens, dim] each, evaluated; longer by `room` where that is taken.
         windows: [heads, held tokens, dim] each, evaluated.
         states: in the order of the layers that have one.
-        room: how many rows of zeros follow for those who take them.
+        room: what there is of it.
     """
 
     layout: Layout
@@ -205,4 +189,4 @@ class Fetched:
     rows: list[mx.array]
     windows: list[mx.array]
     states: list[Any]
-    room: int = 0
+    room: Room | None = None

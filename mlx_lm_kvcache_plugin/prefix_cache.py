@@ -17,10 +17,11 @@ import numpy as np
 from .codecs.packing import Payload
 from .codecs.registry import CodecRegistry
 from .codecs.sequence import SequencePackers
+from .codecs.tensors import Room
 from .disk.tier import DiskTier
 from .errors import CodecError
 from .events import Counters, Event, Evict, Hit, Insert, Miss
-from .layers import NO_ROOM, Fetched, Layers, Portable, Room
+from .layers import Fetched, Layers, Portable
 from .matching import Prefix, find_longest
 from .offload import Offload
 from .settings import Settings
@@ -131,7 +132,7 @@ class PrefixCache:
         tokens: Sequence[int],
         prefix: Prefix | None,
         translate: Callable[[Fetched], Any] = lambda fetched: fetched,
-        room: Room = NO_ROOM,
+        room: Room | None = None,
     ) -> Any:
         """Decode what was matched.
 
@@ -161,17 +162,17 @@ class PrefixCache:
             self.record(Hit(len(tokens), prefix.tokens, time.perf_counter() - begun))
         return result
 
-    def _decode(self, prefix: Prefix, room: Room) -> Fetched:
+    def _decode(self, prefix: Prefix, room: Room | None) -> Fetched:
         space = prefix.space
         rows, windows, states = [], [], []
         if space.layout.rows:
             payloads = [cast(Payload, block.payload) for block in prefix.blocks]
-            rows = space.rows.decode(payloads, prefix.tokens, room.rows, room.takers)
+            rows = space.rows.decode(payloads, prefix.tokens, room)
         if prefix.checkpoint is not None:
             checkpoint = cast(Checkpoint, prefix.checkpoint.payload)
             windows = space.windows.decode(checkpoint.windows)
             states = checkpoint.states.restore()
-        return Fetched(space.layout, prefix.tokens, rows, windows, states, room.rows)
+        return Fetched(space.layout, prefix.tokens, rows, windows, states, room)
 
     def _distrust(self, namespace: Hashable) -> None:
         """Give up what is stored of a namespace: else its prompts would fail for ever."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..options import KV_CACHE_GROUP_SIZES
-from .base import CodecOptions, Parts, join_rows, largest_group_size
+from .base import CodecOptions, Parts, join_rows, largest_group_size, width_of
 
 SMALLEST_NORMAL = 2.0**-14
 """Of float16: scales below it lose precision, and a GPU may flush them to zero."""
@@ -38,12 +38,11 @@ def to_half(scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:
 def dequantize(blocks: Sequence[Parts], rows: int, bits: int) -> mx.array:
     """Undo `quantize` for the first three parts of each block: [heads, rows, dim], float32."""
     packed, scales, biases = (join_rows(blocks, part, rows) for part in range(3))
-    dim = packed.shape[-1] * 32 // bits
     return mx.dequantize(
         packed,
         scales.astype(mx.float32),
         biases.astype(mx.float32),
-        group_size=dim // scales.shape[-1],
+        group_size=width_of(packed, bits) // scales.shape[-1],
         bits=bits,
     )
 

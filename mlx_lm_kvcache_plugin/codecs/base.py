@@ -81,9 +81,14 @@ def on_cpu() -> bool:
     return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
+def for_numpy(x: mx.array) -> mx.array:
+    """The same numbers of a dtype that numpy has: the bits of bfloat16 travel as integers."""
+    return x.view(mx.uint16) if x.dtype == mx.bfloat16 else x
+
+
 def to_host(x: mx.array) -> Array:
-    """Copy an array out of MLX. numpy has no bfloat16: its bits travel as integers."""
-    return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+    """Copy an array out of MLX, as `for_numpy` gives it."""
+    return np.array(for_numpy(x))
 
 
 def from_host(array: Array, dtype: mx.Dtype) -> mx.array:
@@ -91,6 +96,11 @@ def from_host(array: Array, dtype: mx.Dtype) -> mx.array:
     if dtype == mx.bfloat16:
         return mx.array(array).view(dtype)
     return mx.array(array, dtype=dtype)
+
+
+def width_of(packed: Any, bits: int) -> int:
+    """How many codes of so many bits a row of words of 32 bits has."""
+    return int(packed.shape[-1]) * 32 // bits
 
 
 def largest_group_size(dim: int, most: int, sizes: Sequence[int]) -> int | None:

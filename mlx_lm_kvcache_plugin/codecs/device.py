@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from .affine import dequantize
-from .base import Array, Parts, join_rows
+from .base import Array, Parts, join_rows, width_of
 from .rotation import grid_offset, is_power_of_two, norm, rotate, spread_groups, unrotate
 
 MEAN = 3
@@ -36,18 +36,17 @@ def encode(x: mx.array, group_size: int, bits: int) -> tuple[mx.array, ...]:
 
 def decode(blocks: Sequence[Parts], rows: int, bits: int) -> mx.array:
     """Undo `encode` for the first `rows` tokens of consecutive blocks: [heads, rows, dim]."""
-    dim = blocks[0][0].shape[-1] * 32 // bits
-    rows_back = _exactly if is_power_of_two(dim) else _directly
+    rows_back = _exactly if is_power_of_two(width_of(blocks[0][0], bits)) else _directly
     return rows_back(blocks, rows, bits) + _spread_means(blocks, rows)
 
 
 def _exactly(blocks: Sequence[Parts], rows: int, bits: int) -> mx.array:
     """Rotate the codes back before they are scaled: their sums are exact."""
     packed, scales, biases = (join_rows(blocks, part, rows) for part in range(3))
-    factor = norm(packed.shape[-1] * 32 // bits)
-    scales, biases = (part.astype(mx.float32) * factor for part in (scales, biases))
+    dim = width_of(packed, bits)
+    scales, biases = (part.astype(mx.float32) * norm(dim) for part in (scales, biases))
     ones, zeros = mx.ones_like(scales), mx.zeros_like(scales)
-    group_size = packed.shape[-1] * 32 // bits // scales.shape[-1]
+    group_size = dim // scales.shape[-1]
     codes = mx.dequantize(packed, ones, zeros, group_size=group_size, bits=bits)
     products = rotate(mx.unflatten(codes, -1, (-1, group_size)))
     return mx.flatten(spread_groups(products, scales, biases), -2)
@@ -56,8 +55,7 @@ def _exactly(blocks: Sequence[Parts], rows: int, bits: int) -> mx.array:
 def _directly(blocks: Sequence[Parts], rows: int, bits: int) -> mx.array:
     """For matrices that do not divide into groups."""
     rotated = dequantize(blocks, rows, bits)
-    dim = rotated.shape[-1]
-    return unrotate(rotated) * norm(dim)
+    return unrotate(rotated) * norm(rotated.shape[-1])
 
 
 def _spread_means(blocks: Sequence[Parts], rows: int) -> mx.array:

@@ -94,13 +94,13 @@ class _Work:
         """The parts of all blocks of all tensors, and by place which of them must stay raw."""
         x = self._rows(piece)
         encoded = self.codec.encode(x, first=self.run.start == 0)
+        if isinstance(self.codec, RawCodec):
+            return tuple(map(np.asarray, encoded)), {}
         fit = mx.ones(len(x), mx.bool_)
         if not getattr(self.codec, "marks_unfit", False):
             fit = mx.isfinite(x.astype(mx.float32).sum(axis=(1, 2, 3)))
         mx.eval(encoded, fit)  # one wait for the device, not one for each
         parts = tuple(map(np.asarray, encoded))
-        if isinstance(self.codec, RawCodec):
-            return parts, {}
         all_fit = np.logical_and.reduce([np.asarray(fit), *map(_finite_blocks, parts)])
         return parts, {place: to_host(x[place]) for place in np.flatnonzero(~all_fit).tolist()}
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from .base import Array, Parts, on_cpu, rows_of
+from .base import Array, Parts, for_numpy, on_cpu, rows_of, width_of
+from .device import MEAN
 from .rotation import grid_offset, is_power_of_two, matrix, mix_groups, norm, spread_groups
 from .tensors import PIECE_ELEMENTS
 
@@ -73,7 +74,7 @@ def encode(x: mx.array, group_size: int, bits: int) -> tuple[Array, ...]:
         Packed codes, scales, biases (not yet float16) and means.
     """
     blocks, heads, tokens, dim = x.shape
-    floats = _floats(np.asarray(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x), x.dtype)
+    floats = _floats(np.asarray(for_numpy(x)), x.dtype)
     means = _centre(floats)
     found = _quantize(_rotate(floats.reshape(-1, dim)), group_size, bits)
     packed, scales, biases = (part.reshape(blocks, heads, tokens, -1) for part in found)
@@ -169,13 +170,12 @@ def _pack(codes: Array, bits: int) -> Array:
 def decode(blocks: Sequence[Parts], rows: int, bits: int, dtype: mx.Dtype) -> mx.array:
     """Undo `encode` for the first `rows` tokens of consecutive blocks: [heads, rows, dim]."""
     packed, scales, biases = (rows_of(blocks, part, rows) for part in range(3))
-    heads, _, words = packed.shape
-    dim, groups = words * 32 // bits, scales.shape[-1]
+    heads, dim, groups = len(packed), width_of(packed, bits), scales.shape[-1]
     products = _products(packed, bits, dim // groups).reshape(heads, rows, groups, -1)
     factor = np.float32(norm(dim))
     scales, biases = (part.astype(np.float32) * factor for part in (scales, biases))
     floats = spread_groups(products, scales, biases).reshape(heads, rows, dim)
-    means = np.stack([parts[3] for parts in blocks], axis=1).astype(np.float32)
+    means = np.stack([parts[MEAN] for parts in blocks], axis=1).astype(np.float32)
     tokens = blocks[0][0].shape[1]
     whole = rows // tokens
     by_block = floats[:, : whole * tokens].reshape(heads, whole, tokens, dim)

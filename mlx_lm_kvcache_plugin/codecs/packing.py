@@ -8,7 +8,7 @@ to MLX: it can be counted to the byte, kept and freed on any thread.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import mlx.core as mx
@@ -150,35 +150,47 @@ class Packer:
         """
         if len(batch) > 1 and any(payload.exceptions.keys() & set(batch) for payload in payloads):
             return mx.concatenate([self.decode([index], payloads, rows) for index in batch])
-        spec, codec, left = self.specs[batch[0]], self.codecs[batch[0]], rows
-        heads, pieces = len(batch) * spec.heads, []
-        for is_raw, group in groupby(payloads, lambda payload: batch[0] in payload.exceptions):
-            run = list(group)
-            while run:
-                some, run = run[: spec.in_piece(run[0].tokens)], run[spec.in_piece(run[0].tokens) :]
-                length = min(left, sum(payload.tokens for payload in some))
-                blocks = [self._parts(batch, payload) for payload in some]
-                piece = (_RAW if is_raw else codec).decode(blocks, length, spec.dtype)
-                if (piece.shape, piece.dtype) != ((heads, length, spec.dim), spec.dtype):
-                    raise CodecError(f"a codec decoded {piece.dtype} {piece.shape}, not {spec}")
-                mx.async_eval(piece)  # type: ignore[no-untyped-call]  # while the next one is made ready
-                pieces.append(piece)
-                left -= length
+        spec, pieces = self.specs[batch[0]], []
+        for codec, blocks, length in self._runs(batch, payloads, rows):
+            piece = codec.decode(blocks, length, spec.dtype)
+            shape = (len(batch) * spec.heads, length, spec.dim)
+            if (piece.shape, piece.dtype) != (shape, spec.dtype):
+                raise CodecError(f"a codec decoded {piece.dtype} {piece.shape}, not {spec}")
+            mx.async_eval(piece)  # type: ignore[no-untyped-call]  # while the next is made ready
+            pieces.append(piece)
         decoded = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
         return mx.unflatten(decoded, 0, (len(batch), spec.heads))
 
-    def _parts(self, batch: Sequence[int], payload: Payload) -> Parts:
-        """The parts of one tensor, or of several with all their heads as one."""
-        if batch[0] in payload.exceptions:
-            return (payload.exceptions[batch[0]],)
-        group, place = self._places[batch[0]]
+    def _runs(
+        self, batch: Sequence[int], payloads: Sequence[Payload], rows: int
+    ) -> Iterator[tuple[Codec, list[Parts], int]]:
+        """What is decoded in one go: by which codec, which parts, and how many rows of them."""
+        first, left = batch[0], rows
+        group, places = self._places[first][0], self._places_of(batch)
+        for is_raw, alike in groupby(payloads, lambda payload: first in payload.exceptions):
+            run = list(alike)
+            at_once = self.specs[first].in_piece(run[0].tokens)
+            for start in range(0, len(run), at_once):
+                some = run[start : start + at_once]
+                length = min(left, sum(payload.tokens for payload in some))
+                if is_raw:
+                    yield _RAW, [(payload.exceptions[first],) for payload in some], length
+                else:
+                    parts = [_as_one(payload.groups[group], places) for payload in some]
+                    yield self.codecs[first], parts, length
+                left -= length
+
+    def _places_of(self, batch: Sequence[int]) -> slice | list[int]:
+        """Where tensors that look alike stand in their group; a slice copies nothing."""
         places = [self._places[index][1] for index in batch]
-        is_run = places == list(range(place, place + len(places)))
-        some = slice(place, place + len(places)) if is_run else places
-        return tuple(
-            part[some].reshape(len(batch) * part.shape[1], *part.shape[2:])
-            for part in payload.groups[group]
-        )
+        run = range(places[0], places[0] + len(places))
+        return slice(run.start, run.stop) if places == list(run) else places
+
+
+def _as_one(parts: Parts, places: slice | list[int]) -> Parts:
+    """The parts of some tensors of a group, with all their heads as those of one."""
+    some = [part[places] for part in parts]
+    return tuple(part.reshape(len(part) * part.shape[1], *part.shape[2:]) for part in some)
 
 
 def _codec_for(spec: TensorSpec, codec: Codec) -> Codec:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .base import CodecOptions, Parts, from_host, rows_of
+from .base import CodecOptions, Parts, for_numpy, from_host, rows_of
 
 
 class RawCodec:
@@ -21,8 +21,7 @@ class RawCodec:
         return 0
 
     def encode(self, x: mx.array, *, first: bool) -> tuple[mx.array, ...]:
-        # numpy has no bfloat16: its bits travel as integers.
-        return (x.view(mx.uint16) if x.dtype == mx.bfloat16 else x,)
+        return (for_numpy(x),)
 
     def decode(self, blocks: Sequence[Parts], rows: int, dtype: mx.Dtype) -> mx.array:
         return from_host(rows_of(blocks, 0, rows), dtype)

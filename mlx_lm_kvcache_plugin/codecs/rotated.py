@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from . import device, host
 from .affine import AffineCodec, to_half
-from .base import CodecOptions, Parts
+from .base import CodecOptions, Parts, width_of
 
 SINK_TOKENS = 4
 """The first tokens of a sequence draw attention whatever they say (StreamingLLM,
@@ -51,8 +51,7 @@ class RotatedCodec:
         return packed, *to_half(scales, biases), mean, *sinks
 
     def decode(self, blocks: Sequence[Parts], rows: int, dtype: mx.Dtype) -> mx.array:
-        dim = blocks[0][0].shape[-1] * 32 // self._bits
-        if host.applies(dim, self._bits):
+        if host.applies(width_of(blocks[0][0], self._bits), self._bits):
             x = host.decode(blocks, rows, self._bits, dtype)
         else:
             x = device.decode(blocks, rows, self._bits).astype(dtype)

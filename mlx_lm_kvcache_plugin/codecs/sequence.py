@@ -16,7 +16,7 @@ from .base import Codec, CodecOptions
 from .packing import Packer, Payload
 from .raw import RawCodec
 from .registry import CodecRegistry
-from .tensors import TensorSpec
+from .tensors import Room, TensorSpec
 from .threads import map_pieces
 from .windows import WindowPacker
 
@@ -42,33 +42,30 @@ class SequencePacker:
         return self.tails if encodings >= MOST_ENCODINGS else self.blocks
 
     def decode(
-        self,
-        payloads: Sequence[Payload],
-        tokens: int,
-        room: int = 0,
-        takers: Sequence[bool] = (),
+        self, payloads: Sequence[Payload], tokens: int, room: Room | None = None
     ) -> list[mx.array]:
         """Each tensor's first `tokens` rows, evaluated: [heads, tokens, dim].
 
         Args:
             payloads: consecutive blocks and perhaps a tail; all but the last are wanted whole.
             tokens: how many in all.
-            room: how many rows of zeros follow, for what the model will add.
-            takers: the tensors that they follow in; none if it is empty.
+            room: how many rows of zeros follow, and in which tensors.
         """
         runs = self._runs(payloads, tokens)
-        takes = [room > 0 and taker for taker in takers or [False] * len(self.blocks.specs)]
+        rows = [tokens] * len(self.blocks.specs)
+        if room is not None:
+            rows = [tokens + room.rows * taker for taker in room.takers]
 
         def decode_batch(batch: Sequence[int]) -> list[mx.array]:
             pieces = [packer.decode(batch, run, length) for packer, run, length in runs]
-            if takes[batch[0]]:
-                return list(_with_room(pieces, tokens + room))
+            if rows[batch[0]] > tokens:
+                return list(_with_room(pieces, rows[batch[0]]))
             return list(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2))
 
         batches = [
-            [index for index in batch if takes[index] == taken]
+            [index for index in batch if rows[index] == length]
             for batch in self.blocks.batches(tokens)
-            for taken in sorted({takes[index] for index in batch})
+            for length in sorted({rows[index] for index in batch})
         ]
         found: dict[int, mx.array] = {}
         for batch, tensors in zip(batches, map_pieces(decode_batch, batches), strict=True):

@@ -30,6 +30,19 @@ class TensorSpec:
         return max(1, PIECE_ELEMENTS // max(1, self.heads * tokens * self.dim))
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Room for rows that the model will add, behind those that are decoded.
+
+    Attributes:
+        rows: for how many.
+        takers: for each tensor, whether it gets any.
+    """
+
+    rows: int
+    takers: tuple[bool, ...]
+
+
 class Tensor(Protocol):
     """The keys or values of one layer, of which any rows can be had in full precision."""
 

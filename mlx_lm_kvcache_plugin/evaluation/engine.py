@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..layers import LayerKinds
-from ..patches.models import layer_kinds
+from ..patches.layer_kinds import known_kinds
 from ..patches.models_cache import empty_caches
 from ..settings import Settings
 from .documents import Document
@@ -76,7 +76,7 @@ def evaluate(
     Raises:
         KVCachePluginError: if the caches of this model cannot be stored, or it computes no numbers.
     """
-    evaluation, kinds = Evaluation(), layer_kinds()
+    evaluation, kinds = Evaluation(), known_kinds()
     for document in documents:
         _evaluate(model, document, settings, kinds, tell, evaluation)
         mx.clear_cache()

@@ -14,7 +14,7 @@ from ..plugins import plugins
 from ..settings import Settings
 from . import shape
 from .flags import BuiltInFlags, CommandPatch
-from .layer_kinds import BuiltInLayerKinds
+from .layer_kinds import register_built_in
 from .prompt_file import save
 
 REBOUND = ("save_prompt_cache",)
@@ -30,7 +30,7 @@ def apply(module: ModuleType) -> None:
     shape.require_use(module.main, [*REBOUND, "setup_arg_parser"])
     shape.require_use(module.setup_arg_parser, ["argparse"])
     plugins().register(BuiltInFlags(), BuiltInFlags.NAME)
-    plugins().register(BuiltInLayerKinds(), BuiltInLayerKinds.NAME)
+    register_built_in()
     CachePromptPatch(module).apply()
 
 

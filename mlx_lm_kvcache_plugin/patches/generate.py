@@ -100,12 +100,12 @@ class GeneratePatch(CommandPatch):
 
     def _loader(self, path: str, parser: argparse.ArgumentParser) -> Callable[..., Any]:
         """What reads a prompt-cache file: upstream's own, if it has no mark of ours."""
-        from .layer_kinds import BuiltInLayerKinds
+        from .layer_kinds import register_built_in
         from .prompt_file import is_marked, load
 
         if not is_marked(path):
             return self.stock[LOADER]  # type: ignore[no-any-return]
-        plugins().register(BuiltInLayerKinds(), BuiltInLayerKinds.NAME)
+        register_built_in()
         try:  # at once: what is wrong with it takes one line here, and no model was loaded
             caches, metadata = load(path)
         except PromptFileError as error:

@@ -18,7 +18,8 @@ from mlx_lm.models.cache import (
 
 from ..codecs.tensors import TensorSpec
 from ..hookspecs import hookimpl
-from ..layers import STATEFUL, TOKEN_WISE, WINDOW, Layer, LayerKind
+from ..layers import STATEFUL, TOKEN_WISE, WINDOW, Layer, LayerKind, LayerKinds
+from ..plugins import plugins
 from .snapshot import Snapshot
 
 
@@ -201,6 +202,17 @@ class BuiltInLayerKinds:
     def kvcache_register_layer_kinds(register: Callable[[type, LayerKind], None]) -> None:
         for cache_class, kind in BUILT_IN.items():
             register(cache_class, kind)
+
+
+def register_built_in() -> None:
+    """Let plugins see upstream's own classes, before they add theirs; again changes nothing."""
+    plugins().register(BuiltInLayerKinds(), BuiltInLayerKinds.NAME)
+
+
+def known_kinds() -> LayerKinds:
+    """Upstream's own kinds, and those of plugins."""
+    register_built_in()
+    return plugins().layer_kinds()
 
 
 def is_empty(cache: Any) -> bool:

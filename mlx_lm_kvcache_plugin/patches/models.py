@@ -1,14 +1,10 @@
-"""A model of the user's, loaded as mlx-lm's own commands load it, and the kinds of its layers."""
+"""A model of the user's, loaded as mlx-lm's own commands load it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mlx_lm.utils import load as upstream_load
-
-from ..layers import LayerKinds
-from ..plugins import plugins
-from .layer_kinds import BuiltInLayerKinds
 
 
 def load(name: str) -> tuple[Any, Any]:
@@ -19,9 +15,3 @@ def load(name: str) -> tuple[Any, Any]:
     """
     model, tokenizer, *_ = upstream_load(name, lazy=True)
     return model, tokenizer
-
-
-def layer_kinds() -> LayerKinds:
-    """Upstream's own, and those of plugins."""
-    plugins().register(BuiltInLayerKinds(), BuiltInLayerKinds.NAME)
-    return plugins().layer_kinds()

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from ..codecs.tensors import Tensor, TensorSpec
+from ..codecs.tensors import Room, Tensor, TensorSpec
 from ..layers import (
     STATEFUL,
     TOKEN_WISE,
@@ -19,7 +19,6 @@ from ..layers import (
     LayerKinds,
     Layers,
     Layout,
-    Room,
 )
 from .layer_kinds import STATE, UNUSED, is_empty
 from .snapshot import Snapshot
@@ -256,7 +255,8 @@ class _Parts:
 
     def __init__(self, fetched: Fetched) -> None:
         self.arrays: list[mx.array] = []
-        self._tokens, self._room = fetched.tokens, fetched.room
+        self._tokens = fetched.tokens
+        self._room_rows = fetched.room.rows if fetched.room else 0
         self._rows = iter(fetched.rows)
         self._windows = iter(fetched.windows)
         self._states = iter(fetched.states)
@@ -267,7 +267,7 @@ class _Parts:
             if entry.container is CacheList:
                 return CacheList(*members)  # type: ignore[no-untyped-call]
             return entry.container(members)
-        length = self._tokens + (self._room if _takes_room(entry) else 0)
+        length = self._tokens + self._room_rows * _takes_room(entry)
         rows = tuple(
             next(self._rows)
             if blank is None

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ..codecs.tensors import Room
 from ..events import Error
-from ..layers import NO_ROOM, LayerKinds, Room
+from ..layers import LayerKinds
 from ..matching import Prefix
 from ..prefix_cache import PrefixCache
 from ..spaces import MOST_NAMESPACES
@@ -87,7 +88,7 @@ class PrefixPromptCache:
         if self.cache is not None and agreed is not None:
             with self._failing_softly("fetch"):
                 prefix = found[-1] if agreed else None
-                room = _room(prefix, len(tokens)) if prefix and has_room else NO_ROOM
+                room = _room(prefix, len(tokens)) if prefix and has_room else None
                 caches = self.cache.fetch(tokens, prefix, put_together, room)
         if agreed and not self.ranks.all(caches is not None):
             caches = None

@@ -15,12 +15,11 @@ from typing import Any
 
 from ..codecs.threads import in_codec_thread
 from ..layers import LayerKinds
-from ..plugins import plugins
 from ..settings import Settings
 from ..spaces import MOST_NAMESPACES
 from ..store.thinning import GENERATED
 from . import complain
-from .layer_kinds import BuiltInLayerKinds
+from .layer_kinds import known_kinds
 from .models_cache import LayerCaches, empty_caches, has_states, needs_checkpoints
 from .opening import IN_BATCH, Identity, attach, identify, open_cache
 from .prompt_cache import PrefixPromptCache
@@ -81,6 +80,16 @@ def tallied() -> Iterator[Tally]:
         _tally.reset(token)
 
 
+def _fresh_caches(model: Any, draft_model: Any | None) -> LayerCaches | None:
+    """Of both models before their first token; None where upstream could not tell them apart."""
+    fresh = empty_caches(model)
+    if draft_model is None:
+        return fresh
+    if len(fresh) != len(model.layers):  # by which upstream tells the two apart
+        return None
+    return fresh + empty_caches(draft_model)
+
+
 class Scripts:
     """The process-wide store, opened by the first prompt. Any thread may call; others wait.
 
@@ -132,10 +141,9 @@ class Scripts:
                 return None
             fresh: LayerCaches = []
             if like is None:
-                fresh = empty_caches(model)
-                if draft_model is not None and len(fresh) != len(model.layers):
-                    return None  # upstream tells the two apart by that number
-                fresh += [] if draft_model is None else empty_caches(draft_model)
+                if (made := _fresh_caches(model, draft_model)) is None:
+                    return None
+                fresh = made
                 is_token_wise = not needs_checkpoints(fresh, self._kinds)
                 is_padded = in_batch and has_states(fresh, self._kinds)
                 treatment = IN_BATCH if is_padded else quantization
@@ -147,8 +155,8 @@ class Scripts:
             fetch = face.fetch_nearest_cache if is_copied else face.fetch_alone
             caches, rest = fetch(namespace, tokens)
             reused = len(tokens) - len(rest) if caches is not None else 0
-            both = (model, draft_model)
-            return Request(namespace, tokens, caches or fresh, reused, is_token_wise, both)
+            models = (model, draft_model)
+            return Request(namespace, tokens, caches or fresh, reused, is_token_wise, models)
         return None  # for type checkers: what fails above comes here
 
     def is_of_today(self, request: Request) -> bool:
@@ -215,9 +223,8 @@ class Scripts:
                     ranks.size,
                 )
                 return None
-            plugins().register(BuiltInLayerKinds(), BuiltInLayerKinds.NAME)
             self.checkpoint_tokens = settings.checkpoint_tokens
-            self._kinds = plugins().layer_kinds()
+            self._kinds = known_kinds()
             return PrefixPromptCache(open_cache(settings), self._kinds, ranks)
         except Exception as error:
             complain(f"nothing is reused: {error}")

@@ -10,7 +10,7 @@ from ..plugins import plugins
 from ..settings import Settings
 from . import shape
 from .flags import BuiltInFlags, CommandPatch
-from .layer_kinds import BuiltInLayerKinds
+from .layer_kinds import register_built_in
 from .serving import Serving, bound
 
 REBOUND = (
@@ -41,7 +41,7 @@ def apply(module: ModuleType) -> None:
     """
     check_shape(module)
     plugins().register(BuiltInFlags(), BuiltInFlags.NAME)
-    plugins().register(BuiltInLayerKinds(), BuiltInLayerKinds.NAME)
+    register_built_in()
     ServerPatch(module).apply()
 
 

@@ -248,16 +248,16 @@ def test_nbytes_is_what_the_payload_takes(codec: str, spoilt: bool) -> None:
     """Counted to the byte: the allocator that Python and numpy share says the same.
 
     But for 64 bytes a payload: the head that the garbage collector puts before it, the number in
-    `nbytes`, and the list that this test keeps payloads in; and for 64 bytes once.
+    `nbytes`, and the list that this test keeps payloads in.
     """
     made = RawCodec() if codec == "raw" else RotatedCodec(CodecOptions(4, 64))
     packer, tensors = Packer(MIXED, made, made), make_tensors()
     if spoilt:
         tensors[0].array[0, 0, 0] = mx.nan
     # numpy fills its own small caches once, and each thread has memory that it uses again
-    warm = [packer.encode(tensors, 0, TOKENS) for _ in range(20)][0]
+    warm = [packer.encode(tensors, 0, TOKENS) for _ in range(40)][0]
     assert bool(warm[0].exceptions) == spoilt
-    count = 50
+    count = 100
     tracemalloc.start()
     try:
         gc.collect()
@@ -267,7 +267,7 @@ def test_nbytes_is_what_the_payload_takes(codec: str, spoilt: bool) -> None:
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert abs(taken - sum(payload.nbytes for payload in payloads)) <= 64 * count + 64
+    assert abs(taken - sum(payload.nbytes for payload in payloads)) <= 64 * count
 
 
 def test_a_short_tensor_is_charged_for_its_tokens() -> None:

@@ -14,7 +14,8 @@ from mlx_lm_kvcache_plugin.evaluation.engine import evaluate, steps
 from mlx_lm_kvcache_plugin.evaluation.footprint import Footprint, store_and_fetch
 from mlx_lm_kvcache_plugin.evaluation.scoring import GREEDY_TOKENS, Score, read
 from mlx_lm_kvcache_plugin.evaluation.summary import Loss, Room, Summary
-from mlx_lm_kvcache_plugin.patches.models import layer_kinds, load
+from mlx_lm_kvcache_plugin.patches.layer_kinds import known_kinds
+from mlx_lm_kvcache_plugin.patches.models import load
 from mlx_lm_kvcache_plugin.patches.models_cache import empty_caches
 from tests import models
 
@@ -93,7 +94,7 @@ def test_a_model_whose_caches_cannot_be_stored_is_refused(model_folder) -> None:
     read(model, caches, list(range(64)))
     caches[1].trim(5)
     with pytest.raises(KVCachePluginError, match="cannot be stored"):
-        store_and_fetch(caches, list(range(64)), ROTATED_8, layer_kinds())
+        store_and_fetch(caches, list(range(64)), ROTATED_8, known_kinds())
 
 
 def test_a_summary_is_the_mean_of_its_documents() -> None:
