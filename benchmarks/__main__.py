@@ -56,7 +56,7 @@ def load(name: str) -> ModuleType:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; only the benchmark that it names is imported."""
-    texts = {name: docstring(name) for name in NAMES if _is_written(name)}
+    texts = {name: docstring(name) for name in NAMES}
     firsts = (f"  {name:<12}{text.partition(chr(10))[0]}" for name, text in texts.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="\n".join((str(__doc__), "", *firsts)), **RAW
@@ -69,10 +69,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if argv[:1] == [name] and "--redraw" not in argv:  # what was saved needs no inputs
             getattr(load(name), "add_arguments", lambda parser: None)(command)
     return parser.parse_args(argv)
-
-
-def _is_written(name: str) -> bool:
-    return Path(__file__).with_name(f"{name}.py").exists()
 
 
 def measure(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from mlx_lm_kvcache_plugin.patches.layer_kinds import PlainTensor
 
 from .peers import held_by_chats, ours
 from .report import Report, Row, median_seconds
-from .samples import SMALL, TOPICS, read, topic_ids
+from .samples import SMALL, TOPICS, read_by_smollm2, topic_ids
 from .stores import MODEL, make_store, relative_error, sequence, sixteen_bit
 
 SIZES = (64, 128, 256)
@@ -41,6 +41,6 @@ def compare(block_tokens: int, tokens: int, real: list[PlainTensor]) -> Iterator
 
 def measure(arguments: argparse.Namespace) -> Report:
     """All lengths."""
-    real = sixteen_bit(read(topic_ids(TOPICS[0], REAL_TOKENS)), REAL_TOKENS)
+    real = sixteen_bit(read_by_smollm2(topic_ids(TOPICS[0], REAL_TOKENS)), REAL_TOKENS)
     tokens = TOKENS // 4 if arguments.quick else TOKENS
     return Report([row for length in SIZES for row in compare(length, tokens, real)])

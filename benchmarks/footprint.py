@@ -24,7 +24,7 @@ from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 
 from .peers import held_by_chats, ours, stock
 from .report import Report, Row, median_seconds, report_of, seconds
-from .samples import LARGE, SMALL, TINY, TOPICS, extend, read, topic_ids
+from .samples import LARGE, SMALL, TINY, TOPICS, extend, read_by_smollm2, topic_ids
 from .stores import MODEL, make_store, relative_error, sequence, sixteen_bit
 
 CODECS = ("rotated", "affine")
@@ -128,7 +128,7 @@ def partial_fetch(quick: bool) -> Iterator[Row]:
 def fidelity(quick: bool) -> Iterator[Row]:
     """The error of SmolLM2's keys and values for real text, affine beside rotated."""
     tokens = 256 if quick else 1024
-    tensors = sixteen_bit(read(topic_ids(TOPICS[0], tokens)), tokens)
+    tensors = sixteen_bit(read_by_smollm2(topic_ids(TOPICS[0], tokens)), tokens)
     for name, side, limit in (("keys", 0, 0.055), ("values", 1, 0.085)):
         stores = (make_store(kv_cache_bits=4, kv_cache_codec=codec) for codec in CODECS)
         rotated, affine = (relative_error(cache, tensors[side::2], tokens) for _, cache in stores)

@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import psutil
 from tqdm import tqdm
+
+Thing = TypeVar("Thing")
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -83,6 +85,12 @@ class Report:
 def report_of(measures: Sequence[Callable[[bool], Iterable[Row]]], quick: bool) -> Report:
     """The rows of several measures, one after the other."""
     return Report([row for part in tqdm(measures, unit="measure") for row in part(quick)])
+
+
+def in_turn(number: int, things: Sequence[Thing]) -> Sequence[Thing]:
+    """All of them, each time another one first."""
+    first = number % len(things)
+    return [*things[first:], *things[:first]]
 
 
 def median_seconds(times: int, run: Callable[..., object], *args: Any) -> float:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ from demo.sessions import Chat
 from demo.smollm2 import ensure_model
 from tests.integration.local_server import LocalServer
 
-from .report import Report, Row, report_of
+from .report import Report, Row, in_turn, report_of
 
 BITS = ("--kv-cache-bits", "4")
 PROMPT_TOKENS = 600
@@ -223,18 +223,13 @@ def generation(quick: bool) -> Iterator[Row]:
         for number in tqdm(range(series), desc="series", leave=False):
             places = range(number * requests, (number + 1) * requests)
             pair = {
-                server: speed(server, places, Path(folder)) for server in in_turn(number, on, off)
+                server: speed(server, places, Path(folder)) for server in in_turn(number, (on, off))
             }
             ratios.append(pair[off] / pair[on])
             speeds.append(pair[on])
     what = "tokens a second of a server without a folder, to one that has one"
     note = f"{statistics.median(speeds):.1f} with it; {min(ratios):.3f} to {max(ratios):.3f}"
     yield Row(what, statistics.median(ratios), 1 / 0.97, note)
-
-
-def in_turn(number: int, *servers: Server) -> Sequence[Server]:
-    """Each of two is the first one every other time."""
-    return servers if number % 2 else servers[::-1]
 
 
 def speed(server: Server, places: Iterable[int], folder: Path) -> float:

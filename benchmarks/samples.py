@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from demo.model_folder import default_cache_dir
 from demo.smollm2 import ensure_model
+from mlx_lm_kvcache_plugin.evaluation import scoring
 
 TOPICS = ("string-methods", "compound", "debugger", "formatstrings")
 """Chapters of the Python reference, which every CPython ships as text."""
@@ -77,24 +78,9 @@ def topic_ids(topic: str, tokens: int) -> list[int]:
     return ids
 
 
-def logprobs_after(model: Any, caches: list[Any], ids: Sequence[int]) -> mx.array:
-    """The log-probabilities that a model gives after each of `ids`: [tokens, vocabulary]."""
-    logits = model(mx.array([list(ids)]), cache=caches)[0].astype(mx.float32)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    mx.eval(logprobs)
-    return logprobs
-
-
-def divergence(wanted: mx.array, found: mx.array) -> float:
-    """Mean KL divergence of the next token, in nats, of [tokens, vocabulary] log-probabilities."""
-    return float((mx.exp(wanted) * (wanted - found)).sum(axis=-1).mean().item())
-
-
-def read(ids: Sequence[int]) -> list[Any]:
+def read_by_smollm2(ids: list[int]) -> list[Any]:
     """What SmolLM2 computes for these tokens."""
     model, _ = smollm2()
     caches: list[Any] = make_prompt_cache(model)
-    for start in range(0, len(ids), 256):
-        model(mx.array([ids[start : start + 256]]), cache=caches)
-        mx.eval([cache.state for cache in caches])
+    scoring.read(model, caches, ids)
     return caches

@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,9 +29,9 @@ from demo.client import Message, Reply, chat, complete
 from demo.server import Server, find_openblas, free_ports
 
 from . import figures
-from .report import Report, Row
+from .report import Report, Row, in_turn
 from .restart import model, passage
-from .traffic import ResidentMemory
+from .traffic import Samples, resident_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,11 +87,11 @@ def measure(arguments: argparse.Namespace) -> Report:
         for server in servers.values():
             server.wait_until_healthy()
             complete(server, passage(LONG_PROMPT_TOKENS, LONG_PLACE - 1), max_tokens=2)  # warm
-        memory = running.enter_context(ResidentMemory(**servers))
+        memory = running.enter_context(resident_memory(servers))
         held = converse(servers, turns)
         speeds = decode_beside_others(servers, pairs)
-    rows = [*chat_rows(held), *speed_rows(speeds), *memory_rows(memory.samples)]
-    return Report(rows, data_of(held, memory.samples))
+    rows = [*chat_rows(held), *speed_rows(speeds), *memory_rows(memory)]
+    return Report(rows, data_of(held, memory))
 
 
 # The chat
@@ -122,9 +122,8 @@ def sub_agents(turn: int) -> list[list[Message]]:
 def converse(servers: Mapping[str, Server], turns: int) -> dict[str, list[Turn]]:
     """Every turn at every server."""
     held: dict[str, list[Turn]] = {name: [] for name in servers}
-    names = list(servers)
     for turn in tqdm(range(turns), desc="turns", leave=False):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in in_turn(turn, list(servers)):
             held[name].append(take_turn(servers[name], turn))
     return held
 
@@ -179,9 +178,8 @@ def median_s(replies: Iterator[Reply]) -> float:
 def decode_beside_others(servers: Mapping[str, Server], pairs: int) -> dict[str, list[float]]:
     """Tokens a second of the long request, at each server in each round."""
     speeds: dict[str, list[float]] = {name: [] for name in servers}
-    names = list(servers)
     for number in tqdm(range(pairs), desc="rounds", leave=False):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in in_turn(number, list(servers)):
             speeds[name].append(tokens_a_second(servers[name], number))
     return speeds
 
@@ -226,10 +224,6 @@ def speed_rows(speeds: Mapping[str, list[float]]) -> Iterator[Row]:
 
 
 # Memory
-
-
-Samples = Mapping[str, Sequence[tuple[float, int]]]
-"""Seconds and resident bytes, by server."""
 
 
 def memory_rows(samples: Samples) -> Iterator[Row]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
@@ -39,7 +40,7 @@ from tests import models
 
 from . import figures
 from .report import Report, Row
-from .traffic import Agents, process_of
+from .traffic import Agents
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -181,7 +182,7 @@ def soak(model: Path, flags: Sequence[str], requests: Sequence[list[Message]]) -
 
 def reader(server: Server, told: Path) -> Callable[[], Reading]:
     """Asks a server for its memory."""
-    process = process_of(server)
+    process = psutil.Process(server.pid)
     told.touch()
     lines = told.open(encoding="utf-8")
 

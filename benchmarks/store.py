@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from . import figures
 from .peers import Peer, evaluate, held_by_chats, ours, stock, vllm_mlx
-from .report import Report, Row, median_seconds, seconds
+from .report import Report, Row, in_turn, median_seconds, seconds
 from .samples import SMALL, TINY, ModelShape
 from .stores import sequence
 
@@ -107,8 +107,7 @@ def timed(case: Case, rounds: int) -> Samples:
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     caches = case.shape.prompt_cache(case.tokens)
     for number in tqdm(range(rounds + 1), desc=str(case), leave=False):
-        first = number % len(PEERS)
-        for make in PEERS[first:] + PEERS[:first]:
+        for make in in_turn(number, PEERS):
             peer = make()
             for operation, taken in asked(peer, case, caches):
                 if number:

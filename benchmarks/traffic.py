@@ -7,8 +7,9 @@ import random
 import threading
 import time
 from collections import deque
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import psutil
 
@@ -89,41 +90,27 @@ class Agents:
         return text[1 : 1 + length]
 
 
-def process_of(server: Server) -> psutil.Process:
-    """A running server's process, which is a child of this one."""
-    children = psutil.Process().children()
-    return next(child for child in children if str(server.port) in child.cmdline())
+Samples = dict[str, list[tuple[float, int]]]
+"""For each server, by its name: seconds since the beginning, and bytes."""
 
 
-class ResidentMemory:
-    """The resident memory of servers while a `with` block runs, sampled twice a second.
+@contextmanager
+def resident_memory(servers: Mapping[str, Server]) -> Iterator[Samples]:
+    """The resident memory of servers while the `with` block runs, sampled twice a second."""
+    processes = {name: psutil.Process(server.pid) for name, server in servers.items()}
+    samples: Samples = {name: [] for name in servers}
+    begun, ended = time.monotonic(), threading.Event()
 
-    Attributes:
-        samples: for each server, by its name: seconds since the beginning, and bytes.
-    """
+    def watch() -> None:
+        while not ended.wait(SAMPLE_S):
+            for name, process in processes.items():
+                seconds = time.monotonic() - begun
+                samples[name].append((seconds, process.memory_info().rss))
 
-    def __init__(self, **servers: Server) -> None:
-        self._processes = {name: process_of(server) for name, server in servers.items()}
-        self.samples: dict[str, list[tuple[float, int]]] = {name: [] for name in servers}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> Self:
-        self._begun = time.monotonic()
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(SAMPLE_S):
-            for name, process in self._processes.items():
-                seconds = time.monotonic() - self._begun
-                self.samples[name].append((seconds, process.memory_info().rss))
+    with ThreadPoolExecutor(1) as thread:
+        watching = thread.submit(watch)
+        try:
+            yield samples
+        finally:
+            ended.set()
+    watching.result()

@@ -25,11 +25,12 @@ from mlx_lm_kvcache_plugin.codecs.affine import AffineCodec
 from mlx_lm_kvcache_plugin.codecs.base import Codec, CodecOptions
 from mlx_lm_kvcache_plugin.codecs.rotated import RotatedCodec
 from mlx_lm_kvcache_plugin.codecs.windows import WindowPacker
+from mlx_lm_kvcache_plugin.evaluation import scoring
 from mlx_lm_kvcache_plugin.layers import Layer
 from mlx_lm_kvcache_plugin.patches.layer_kinds import Rotating
 
 from .report import Report, Row
-from .samples import TOPICS, divergence, logprobs_after
+from .samples import TOPICS
 
 CODECS: tuple[Codec, ...] = (
     AffineCodec(CodecOptions(8, 64)),
@@ -47,13 +48,20 @@ def gemma3() -> tuple[Any, Any]:
     return loaded[0], loaded[1]
 
 
-def read(caches: list[Any], ids: Sequence[int]) -> list[Any]:
+def read(caches: list[Any], ids: list[int]) -> list[Any]:
     """Let the model read these tokens."""
-    model, _ = gemma3()
-    for start in range(0, len(ids), 256):
-        model(mx.array([ids[start : start + 256]]), cache=caches)
-        mx.eval([cache.state for cache in caches])
+    scoring.read(gemma3()[0], caches, ids)
     return caches
+
+
+def expected(caches: list[Any], ids: list[int]) -> mx.array:
+    """The log-probabilities after each of these tokens."""
+    return mx.concatenate(list(scoring.logprobs_after(gemma3()[0], caches, ids)))
+
+
+def divergence(wanted: mx.array, found: mx.array) -> float:
+    """The mean over all tokens, in nats."""
+    return float(scoring.divergence(wanted, found).mean().item())
 
 
 def resumed(caches: Sequence[Any], codec: Codec | None) -> list[Any]:
@@ -97,20 +105,18 @@ def score(topic: str) -> list[tuple[float, float]]:
         for at in range(PREFIX_TOKENS, needed - SCORED_TOKENS, TURN_TOKENS)
     ]
     after_prefix = ids[PREFIX_TOKENS : PREFIX_TOKENS + SCORED_TOKENS]
-    once = logprobs_after(model, resumed(prefix, None), after_prefix)
-    chained = logprobs_after(model, in_turns(prefix, turns, None), ids[-SCORED_TOKENS:])
+    once = expected(resumed(prefix, None), after_prefix)
+    chained = expected(in_turns(prefix, turns, None), ids[-SCORED_TOKENS:])
     return [
         (
-            divergence(once, logprobs_after(model, resumed(prefix, codec), after_prefix)),
-            divergence(
-                chained, logprobs_after(model, in_turns(prefix, turns, codec), ids[-SCORED_TOKENS:])
-            ),
+            divergence(once, expected(resumed(prefix, codec), after_prefix)),
+            divergence(chained, expected(in_turns(prefix, turns, codec), ids[-SCORED_TOKENS:])),
         )
         for codec in CODECS
     ]
 
 
-def in_turns(prefix: list[Any], turns: Sequence[Sequence[int]], codec: Codec | None) -> list[Any]:
+def in_turns(prefix: list[Any], turns: Sequence[list[int]], codec: Codec | None) -> list[Any]:
     """Go on turn by turn, each from the checkpoint of the one before."""
     caches = resumed(prefix, codec)
     for turn in turns:

@@ -91,6 +91,12 @@ class Server:
         self._environment = child_environment(os.environ, preload)
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def pid(self) -> int:
+        """The number of the process while it lives."""
+        assert self._process is not None, "it was not started"
+        return self._process.pid
+
     def __enter__(self) -> Self:
         try:
             with self._log.open("wb") as log:

@@ -17,7 +17,7 @@ PACKAGE = plugin.__name__
 FOLDER = Path(plugin.__file__).parent
 FILES = sorted(path for path in FOLDER.rglob("*.py") if "__pycache__" not in path.parts)
 
-LEAVES = {"settings", "options", "errors", "events"}
+LEAVES = {"settings", "options", "errors", "events", "tables"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ HOUSE = {
     "options": room({"errors"}),
     "errors": room(),
     "events": room(),
+    "tables": room(),
     "startup": room(others="setuptools"),
 }
 """By the first part of a module's name. A part that is not here has no place in the house yet."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
+from ..tables import aligned
 from .access import BrokenFile, is_broken, open_file
 from .clearing import clear, is_empty
 from .contents import Found, Role, all_files
@@ -25,6 +26,8 @@ _LONGEST_WORDS = 60
 """Characters of a text that anybody may have written into a shared folder."""
 
 _HEADINGS = ("model", "codec", "blocks", "tokens", "checkpoints", "MB", "oldest use", "last use")
+_FIGURES = range(2, 6)
+"""The columns of numbers."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,7 +81,7 @@ def _show(root: str) -> int:
     rows = [_row(root, namespace, files) for namespace, files in sorted(namespaces.items())]
     everything = [file for files in namespaces.values() for file in files]
     rows.append(("total", "", *_figures(everything)))
-    for line in _table([_HEADINGS, *sorted(rows[:-1]), rows[-1]]):
+    for line in aligned([_HEADINGS, *sorted(rows[:-1]), rows[-1]], _FIGURES):
         print(line)
     if broken:
         nbytes = sum(file.nbytes for file in broken)
@@ -113,17 +116,6 @@ def _figures(files: Iterable[Found]) -> tuple[str, ...]:
         _when(min(uses)) if uses else "-",
         _when(max(uses)) if uses else "-",
     )
-
-
-def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Columns as wide as needed: words to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if 2 <= place <= 5 else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
 
 
 def _mb(nbytes: int) -> str:

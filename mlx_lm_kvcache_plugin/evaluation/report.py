@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from .. import __version__
+from ..tables import aligned
 from .documents import Document
 from .engine import Evaluation
 from .recommendation import Recommendation, recommend
@@ -59,13 +60,7 @@ def lines(evaluation: Evaluation) -> Iterator[str]:
     """The table, and what to use."""
     rounding, summaries = Loss.of(evaluation.rounding), evaluation.summaries()
     rows = [HEADINGS, *map(_row, summaries), _rounding_row(rounding)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if place < 2 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+    yield from aligned(rows, range(2, len(HEADINGS)))
     yield LEGEND
     for recommendation in recommend(summaries, rounding):
         yield from ("", _advice(recommendation))

@@ -62,7 +62,7 @@ def read(model: Any, caches: Sequence[Any], tokens: list[int]) -> None:
 
 def expect(model: Any, caches: Sequence[Any], document: Document) -> Expected:
     """What is expected after a document's prefix; the caches, which hold it, stay as they are."""
-    logprobs = list(_logprobs(model, copy.deepcopy(caches), document.rest[:-1]))
+    logprobs = list(logprobs_after(model, copy.deepcopy(caches), document.rest[:-1]))
     return Expected(logprobs, list(_likely(model, copy.deepcopy(caches), document.rest[0])))
 
 
@@ -72,7 +72,7 @@ def score(model: Any, caches: Sequence[Any], document: Document, expected: Expec
     Raises:
         KVCachePluginError: if the model expects nothing that can be compared.
     """
-    found = _logprobs(model, copy.deepcopy(caches), document.rest[:-1])
+    found = logprobs_after(model, copy.deepcopy(caches), document.rest[:-1])
     sums, position = mx.zeros(3), 1
     for wanted, got in zip(expected.logprobs, found, strict=True):
         targets = mx.array(document.rest[position : position + len(got)])
@@ -94,15 +94,28 @@ def compare(wanted: mx.array, got: mx.array, targets: mx.array) -> mx.array:
         wanted, got: log-probabilities, [positions, vocabulary].
         targets: the tokens of the text.
     """
-    probabilities = mx.exp(wanted)
-    difference = mx.where(wanted == got, 0, wanted - got)  # both minus infinity: a token barred
-    divergence = mx.where(probabilities > 0, probabilities * difference, 0)
     same = mx.argmax(wanted, axis=-1) == mx.argmax(got, axis=-1)
-    lost = mx.take_along_axis(difference, targets[:, None], axis=-1)
-    return mx.stack([divergence.sum(), same.sum().astype(mx.float32), lost.sum()])
+    lost = mx.take_along_axis(_difference(wanted, got), targets[:, None], axis=-1)
+    divergences = divergence(wanted, got)
+    return mx.stack([divergences.sum(), same.sum().astype(mx.float32), lost.sum()])
 
 
-def _logprobs(model: Any, caches: Sequence[Any], tokens: list[int]) -> Iterator[mx.array]:
+def divergence(wanted: mx.array, got: mx.array) -> mx.array:
+    """KL divergence of the next token, in nats, at each position: [positions].
+
+    Args:
+        wanted, got: log-probabilities, [positions, vocabulary].
+    """
+    probabilities = mx.exp(wanted)
+    terms = mx.where(probabilities > 0, probabilities * _difference(wanted, got), 0)
+    return terms.sum(axis=-1)
+
+
+def _difference(wanted: mx.array, got: mx.array) -> mx.array:
+    return mx.where(wanted == got, 0, wanted - got)  # both minus infinity: a token barred
+
+
+def logprobs_after(model: Any, caches: Sequence[Any], tokens: list[int]) -> Iterator[mx.array]:
     """The log-probabilities after each token, [positions, vocabulary], evaluated."""
     for start in range(0, len(tokens), SCORED_AT_ONCE):
         logits = model(mx.array([tokens[start : start + SCORED_AT_ONCE]]), cache=caches)[0]

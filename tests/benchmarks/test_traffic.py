@@ -15,10 +15,8 @@ import pytest
 
 from benchmarks import traffic
 from benchmarks.soak import PARTS, Soak, after_warm_up, growths, line_through
-from benchmarks.traffic import MOST_MESSAGES, OPEN_CHATS, Agents, ResidentMemory
+from benchmarks.traffic import MOST_MESSAGES, OPEN_CHATS, Agents, resident_memory
 from benchmarks.watched import used_bytes
-
-PORT = 54321
 
 
 def requests(count: int, seed: int = 0) -> list[list[dict[str, str]]]:
@@ -28,10 +26,10 @@ def requests(count: int, seed: int = 0) -> list[list[dict[str, str]]]:
 
 @pytest.fixture
 def server() -> Iterator[Any]:
-    """A child that stands for the server with that port."""
-    command = [sys.executable, "-c", "input()", str(PORT)]
+    """A child that stands for the server's process."""
+    command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
-        yield SimpleNamespace(port=PORT)
+        yield SimpleNamespace(pid=child.pid)
         child.kill()
 
 
@@ -71,9 +69,9 @@ def test_a_servers_memory_is_that_of_its_process(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traffic, "SAMPLE_S", 0.01)
-    with ResidentMemory(ours=server) as memory:
+    with resident_memory({"ours": server}) as samples:
         time.sleep(0.2)
-    seconds, sizes = zip(*memory.samples["ours"], strict=True)
+    seconds, sizes = zip(*samples["ours"], strict=True)
     assert len(sizes) > 2 and sorted(seconds) == list(seconds)
     assert 1 << 20 < sizes[-1] < 100 << 20  # a Python that has imported nothing
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +15,7 @@ from mlx_lm_kvcache_plugin.errors import KVCachePluginError
 from mlx_lm_kvcache_plugin.evaluation import scoring
 from mlx_lm_kvcache_plugin.evaluation.documents import Document
 from mlx_lm_kvcache_plugin.evaluation.rounding import rounded, turn_last_bit, turned
-from mlx_lm_kvcache_plugin.evaluation.scoring import Score, compare, expect, read, score
+from mlx_lm_kvcache_plugin.evaluation.scoring import Expected, Score, compare, expect, read, score
 from mlx_lm_kvcache_plugin.patches.models import load
 from mlx_lm_kvcache_plugin.patches.models_cache import empty_caches
 
@@ -27,6 +29,14 @@ def logprobs(seed: int, positions: int = 5, vocabulary: int = 40) -> np.ndarray:
 
 def sums(wanted: np.ndarray, got: np.ndarray, targets: list[int]) -> list[float]:
     return compare(mx.array(wanted), mx.array(got), mx.array(targets)).tolist()
+
+
+def read_document(folder: Path) -> tuple[Any, list[Any], Expected]:
+    """A model, its caches after the document's prefix, and what it expects."""
+    model, _ = load(str(folder))
+    caches = empty_caches(model)
+    read(model, caches, DOCUMENT.prefix)
+    return model, caches, expect(model, caches, DOCUMENT)
 
 
 def test_the_figures_are_those_of_double_precision() -> None:
@@ -80,10 +90,7 @@ def test_an_answer_is_followed_to_its_first_difference_only() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma", "mamba", "lfm"])
 def test_scoring_leaves_the_caches_as_they_are(name: str, model_folder) -> None:
     """The same ones give the same figures again, whatever their kind."""
-    model, _ = load(str(model_folder(name)))
-    caches = empty_caches(model)
-    read(model, caches, DOCUMENT.prefix)
-    expected = expect(model, caches, DOCUMENT)
+    model, caches, expected = read_document(model_folder(name))
     exact = Score(0, 1, 0, scoring.GREEDY_TOKENS)
     assert score(model, caches, DOCUMENT, expected) == exact
     assert score(model, caches, DOCUMENT, expected) == exact
@@ -93,15 +100,10 @@ def test_reading_and_scoring_in_steps_is_the_same(
     model_folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for the order of summation."""
-    model, _ = load(str(model_folder("llama")))
-    whole = empty_caches(model)
-    read(model, whole, DOCUMENT.prefix)
-    expected = expect(model, whole, DOCUMENT)
+    _, _, expected = read_document(model_folder("llama"))
     monkeypatch.setattr(scoring, "READ_AT_ONCE", 7)
     monkeypatch.setattr(scoring, "SCORED_AT_ONCE", 5)
-    stepped = empty_caches(model)
-    read(model, stepped, DOCUMENT.prefix)
-    again = expect(model, stepped, DOCUMENT)
+    _, _, again = read_document(model_folder("llama"))
     assert [len(piece) for piece in again.logprobs] == [5, 5, 5, 5, 3]
     assert again.likely == expected.likely
     one, other = (np.concatenate([*map(np.array, each.logprobs)]) for each in (expected, again))
@@ -128,10 +130,7 @@ def test_what_is_no_floating_number_is_left_alone() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma", "mamba", "lfm"])
 def test_rounding_changes_copies_alone(name: str, model_folder) -> None:
     """A model goes on from them, and strays less than from zeros."""
-    model, _ = load(str(model_folder(name)))
-    caches = empty_caches(model)
-    read(model, caches, DOCUMENT.prefix)
-    expected = expect(model, caches, DOCUMENT)
+    model, caches, expected = read_document(model_folder(name))
     found = score(model, rounded(caches), DOCUMENT, expected)
     assert 0 <= found.kl < 1e-4 and found.top1 == 1
     assert score(model, caches, DOCUMENT, expected).kl == 0
