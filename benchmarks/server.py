@@ -16,12 +16,12 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
@@ -35,6 +35,8 @@ from .traffic import Samples, resident_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Answer = TypeVar("Answer")
 
 STOCK = "stock"
 SERVERS = {
@@ -88,10 +90,21 @@ def measure(arguments: argparse.Namespace) -> Report:
             server.wait_until_healthy()
             complete(server, passage(LONG_PROMPT_TOKENS, LONG_PLACE - 1), max_tokens=2)  # warm
         memory = running.enter_context(resident_memory(servers))
-        held = converse(servers, turns)
-        speeds = decode_beside_others(servers, pairs)
+        held = in_rounds(servers, turns, "turns", take_turn)
+        speeds = in_rounds(servers, pairs, "rounds", tokens_a_second)
     rows = [*chat_rows(held), *speed_rows(speeds), *memory_rows(memory)]
     return Report(rows, data_of(held, memory))
+
+
+def in_rounds(
+    servers: Mapping[str, Server], rounds: int, what: str, ask: Callable[[Server, int], Answer]
+) -> dict[str, list[Answer]]:
+    """What each server answers in each round; every time another one is the first."""
+    answers: dict[str, list[Answer]] = {name: [] for name in servers}
+    for number in tqdm(range(rounds), desc=what, leave=False):
+        for name in in_turn(number, list(servers)):
+            answers[name].append(ask(servers[name], number))
+    return answers
 
 
 # The chat
@@ -119,16 +132,8 @@ def sub_agents(turn: int) -> list[list[Message]]:
     return [[messages(0)[0], task] for task in tasks]
 
 
-def converse(servers: Mapping[str, Server], turns: int) -> dict[str, list[Turn]]:
-    """Every turn at every server."""
-    held: dict[str, list[Turn]] = {name: [] for name in servers}
-    for turn in tqdm(range(turns), desc="turns", leave=False):
-        for name in in_turn(turn, list(servers)):
-            held[name].append(take_turn(servers[name], turn))
-    return held
-
-
 def take_turn(server: Server, turn: int) -> Turn:
+    """The chat's next request, and perhaps those of its sub-agents."""
     reply = chat(server, messages(turn), max_tokens=GENERATED_TOKENS)
     if turn not in SUB_AGENT_TURNS:
         return Turn(reply)
@@ -173,15 +178,6 @@ def median_s(replies: Iterator[Reply]) -> float:
 
 
 # Decoding while others are stored
-
-
-def decode_beside_others(servers: Mapping[str, Server], pairs: int) -> dict[str, list[float]]:
-    """Tokens a second of the long request, at each server in each round."""
-    speeds: dict[str, list[float]] = {name: [] for name in servers}
-    for number in tqdm(range(pairs), desc="rounds", leave=False):
-        for name in in_turn(number, list(servers)):
-            speeds[name].append(tokens_a_second(servers[name], number))
-    return speeds
 
 
 def tokens_a_second(server: Server, number: int) -> float:
