@@ -2,7 +2,69 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+
+
+class Reason(enum.StrEnum):
+    """Why no more of a prompt was a hit. docs/statistics.md tells what to do about each."""
+
+    NOTHING_STORED = "nothing stored"
+    """What is stored of it ends there: what follows is new."""
+    OTHER_MODEL = "other model"
+    """Nothing is stored of this model, though something is of others."""
+    DIVERGED = "diverged"
+    """What is stored goes on with other tokens there."""
+    EVICTED = "evicted"
+    """What follows was stored, and was given up."""
+    BELOW_ONE_TOKEN = "below one token"
+    """The last token of a prompt is always computed, and it has no other."""
+    NOT_RESTORABLE = "not restorable"
+    """More is in common with what is stored, but some layer can be restored at checkpoints alone,
+    and none is nearer."""
+    DISABLED = "disabled"
+    """Nothing is kept."""
+    ERROR = "error"
+    """Looking it up failed; the log says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Where a prompt ceased to be a hit, and why.
+
+    Attributes:
+        token: how many of its first tokens are in common with what is stored.
+        cause: of what was evicted, why it was: as in `Evict`.
+    """
+
+    reason: Reason
+    token: int = 0
+    cause: str = ""
+
+    def __str__(self) -> str:
+        match self.reason:
+            case Reason.NOTHING_STORED if self.token:
+                return f"nothing stored beyond token {self.token:,}"
+            case Reason.DIVERGED:
+                return f"diverged at token {self.token:,}"
+            case Reason.EVICTED:
+                return f"evicted from token {self.token:,} on ({self.cause})"
+            case Reason.NOT_RESTORABLE:
+                return f"a layer is not restorable before token {self.token:,}"
+        return str(self.reason.value)
+
+
+class SkipReason(enum.StrEnum):
+    """Why a sequence was not stored."""
+
+    NO_ROOM = "no room"
+    """It, or what belongs to its end alone, is larger than all that may be held."""
+    DRAFT_MODEL = "draft model"
+    """A window holds tokens that a draft got wrong, and upstream cannot take them back."""
+    UNKNOWN_LAYERS = "unknown layers"
+    """Its layers hold nothing, or stand for different numbers of tokens."""
+    ERROR = "error"
+    """Storing it failed; the log says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,18 +75,21 @@ class Hit:
         prompt_tokens: tokens of the prompt.
         hit_tokens: those that need not be computed.
         seconds: for decoding them and handing them over.
+        stop: why they are no more; None where only the last token has to be computed.
     """
 
     prompt_tokens: int
     hit_tokens: int
     seconds: float
+    stop: Stop | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Nothing that a prompt begins with was stored."""
+    """Nothing that a prompt begins with could be used."""
 
     prompt_tokens: int
+    stop: Stop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +107,14 @@ class Insert:
     stored_tokens: int
     new_tokens: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A sequence was not stored."""
+
+    tokens: int
+    reason: SkipReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +136,7 @@ class Evict:
 
     Attributes:
         blocks, nbytes: how many, and what they held.
-        cause: "memory", "count", "pressure", "trim" or "replaced".
+        cause: "memory", "count", "pressure", "trim", "replaced" or "cleared".
     """
 
     blocks: int
@@ -84,7 +157,7 @@ class Error:
     cause: str
 
 
-Event = Hit | Miss | Insert | Restore | Evict | Error
+Event = Hit | Miss | Insert | Skip | Restore | Evict | Error
 
 
 @dataclass(slots=True)
@@ -96,6 +169,7 @@ class Counters:
     prompt_tokens: int = 0
     hit_tokens: int = 0
     inserts: int = 0
+    skipped_inserts: int = 0
     stored_tokens: int = 0
     restored_tokens: int = 0
     evicted_blocks: int = 0
@@ -115,6 +189,8 @@ class Counters:
             case Insert():
                 self.inserts += 1
                 self.stored_tokens += event.new_tokens
+            case Skip():
+                self.skipped_inserts += 1
             case Restore():
                 self.restored_tokens += event.tokens
             case Evict():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .spaces import Space
-from .store.blocks import Block, Tokens, before_image
+from .store.blocks import Block, Match, Tokens, before_image
 from .store.tree import BlockTree
 
 
@@ -38,16 +38,38 @@ def find_longest(
     tree: BlockTree, spaces: Sequence[Space], tokens: Sequence[int] | Tokens, longest: int
 ) -> Prefix | None:
     """The longest stored prefix of a prompt in any of these spaces, of at most so many tokens."""
+    ids, look = _as_far_as_stored(tree, spaces, tokens, longest)
+    wanted = ids[: before_image(ids, look)]
+    found = [find_prefix(tree, space, wanted) for space in spaces]
+    return max(filter(None, found), key=lambda prefix: prefix.tokens, default=None)
+
+
+def find_common(
+    tree: BlockTree, spaces: Sequence[Space], tokens: Sequence[int] | Tokens
+) -> list[tuple[Space, Match]]:
+    """By space, the longest run that a prompt has in common with what is stored, of use or not.
+
+    Where it can be cut anywhere that is short of its last token, as `find_longest` looks for it.
+    """
+    ids, look = _as_far_as_stored(tree, spaces, tokens, len(tokens))
+    short = ids[: min(look, len(tokens) - 1)]
+    return [
+        (space, tree.match(space, ids[:look] if space.layout.needs_checkpoint else short))
+        for space in spaces
+    ]
+
+
+def _as_far_as_stored(
+    tree: BlockTree, spaces: Sequence[Space], tokens: Sequence[int] | Tokens, longest: int
+) -> tuple[Tokens, int]:
+    """The first tokens of a prompt, one more than may be stored; and how many may be."""
     look = min(LOOKED_AT_FIRST, longest)
     while True:
         ids = np.asarray(tokens[: look + 1], np.int64)
-        wanted = ids[: before_image(ids, look)]
-        blocks = len(wanted) // tree.block_tokens
-        if look == longest or all(len(tree.walk(space, wanted)) < blocks for space in spaces):
-            break
+        blocks = look // tree.block_tokens
+        if look == longest or all(len(tree.walk(space, ids[:look])) < blocks for space in spaces):
+            return ids, look
         look = min(4 * look, longest)
-    found = [find_prefix(tree, space, wanted) for space in spaces]
-    return max(filter(None, found), key=lambda prefix: prefix.tokens, default=None)
 
 
 def find_prefix(tree: BlockTree, space: Space, wanted: Tokens) -> Prefix | None:

@@ -26,6 +26,7 @@ from .events import Error, Event, Restore
 from .layers import Layout, Portable
 from .naming import Naming
 from .restoring import Restoration
+from .searching import Search
 from .settings import Settings
 from .spaces import MOST_NAMESPACES, Space, Spaces
 from .store.blocks import Block, Tokens
@@ -153,16 +154,44 @@ class Offload:
             return
         begun, tokens = time.perf_counter(), 0
         with self._failing_softly("restore"):
-            for digest, text in self._tier.layouts(attached.home).items():
-                layout = attached.layout(digest, text)
-                if layout is not None and self._spaces.fits(namespace, layout):
-                    space = self._spaces.open(namespace, layout)
-                    naming = Naming.of(attached.home, text, self._tree.block_tokens)
-                    home, portable = attached.home, attached.portable
-                    reader = Restoration(self._tier, home, portable, self._tree, space, naming, ids)
-                    tokens += reader.run()
+            for layout, text in self._layouts(namespace, attached):
+                space = self._spaces.open(namespace, layout)
+                search = self._search(attached, text, space, layout, ids)
+                home, portable = attached.home, attached.portable
+                tokens += Restoration(self._tier, home, portable, self._tree, space, search).run()
         if tokens:
             self._record(Restore(tokens, time.perf_counter() - begun))
+
+    def reach(self, namespace: Hashable, ids: Tokens) -> tuple[int, bool]:
+        """How many of these tokens would be of use after `restore`, if all that is found is sound.
+
+        And whether what is found goes on with others there. Changes nothing. Any thread may ask
+        that holds the tree's lock.
+        """
+        attached = self._attached.get(namespace)
+        if attached is None or not len(ids):
+            return 0, False
+        spaces = {space.layout: space for space in self._spaces.of(namespace)}
+        return max(
+            (
+                self._search(attached, text, spaces.get(layout), layout, ids).reach()
+                for layout, text in self._layouts(namespace, attached)
+            ),
+            default=(0, False),
+        )
+
+    def _layouts(self, namespace: Hashable, attached: Attached) -> Iterator[tuple[Layout, str]]:
+        """Those on disk that can be of this model, and their texts."""
+        for digest, text in self._tier.layouts(attached.home).items():
+            layout = attached.layout(digest, text)
+            if layout is not None and self._spaces.fits(namespace, layout):
+                yield layout, text
+
+    def _search(
+        self, attached: Attached, text: str, space: Hashable, layout: Layout, ids: Tokens
+    ) -> Search:
+        naming = Naming.of(attached.home, text, self._tree.block_tokens)
+        return Search(self._tier, attached.home, self._tree, space, layout, naming, ids)
 
     @contextmanager
     def _failing_softly(self, operation: str) -> Iterator[None]:

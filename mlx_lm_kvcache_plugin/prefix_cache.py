@@ -6,10 +6,8 @@ windows or states too, those live at checkpoints, and it can be resumed there al
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -20,23 +18,23 @@ from .codecs.sequence import SequencePackers
 from .codecs.tensors import Room
 from .disk.tier import DiskTier
 from .errors import CodecError
-from .events import Counters, Event, Evict, Hit, Insert, Miss
+from .events import Counters, Event, Insert, Skip, SkipReason
 from .layers import Fetched, Layers, Portable
 from .matching import Prefix, find_longest
 from .offload import Offload
+from .recording import Recorder
 from .settings import Settings
 from .spaces import Space, Spaces
+from .stats.history import History
 from .store.blocks import Block, Tokens, before_image
 from .store.budget import Budget, evict_to_limit, keep_within
+from .store.eviction import Cause
 from .store.thinning import SYSTEM, thin
-from .store.tree import BlockTree, Cause
+from .store.tree import BlockTree
 from .writing import Checkpoint, Writer
-
-logger = logging.getLogger("mlx_lm_kvcache_plugin")
 
 BLOCK_TOKENS = 128
 """Settled by bytes, fidelity and speed together: docs/decisions/0001-block-size.md."""
-
 
 UNUSABLE = (CodecError, ValueError, TypeError, LookupError)
 """What says that stored numbers are not what they should be, and not that memory is short."""
@@ -44,6 +42,8 @@ UNUSABLE = (CodecError, ValueError, TypeError, LookupError)
 
 class PrefixCache:
     """Past prefixes, encoded, shared block by block, within a budget. Owned by one thread.
+
+    Others may read its tree and its spaces while they hold the tree's lock.
 
     An insert that raises while it writes has stored nothing.
 
@@ -55,10 +55,12 @@ class PrefixCache:
         emit: is told of every event.
         max_sequences: how many sequences may be held; None for any number.
         block_tokens: tokens of a block.
+        history: is told what is asked for and stored; None if nobody wants to know.
 
     Attributes:
         tree: what is stored.
-        counters: sums over all events.
+        spaces: by what its models' layers look like.
+        tier: as it was given.
         packers: how the tensors of a model are encoded.
     """
 
@@ -72,18 +74,33 @@ class PrefixCache:
         emit: Callable[[Event], None] = lambda event: None,
         max_sequences: int | None = None,
         block_tokens: int = BLOCK_TOKENS,
+        history: History | None = None,
     ) -> None:
         self.settings = settings
         self.budget = budget
         self.max_sequences = max_sequences
         self.tree = BlockTree(block_tokens, limit_bytes=0)
-        self.counters = Counters()
         self.packers = SequencePackers(settings, registry)
-        self._emit = emit
-        self._spaces = Spaces(self.tree, self.packers)
+        self.spaces = Spaces(self.tree, self.packers)
+        self.tier = tier
+        self._recorder = Recorder(self.tree, self.spaces, budget, emit, history)
         self._offload: Offload | None = None
         if tier is not None:
-            self._offload = Offload(tier, self.tree, self._spaces, settings, self.record)
+            self._offload = Offload(tier, self.tree, self.spaces, settings, self.record)
+
+    @property
+    def counters(self) -> Counters:
+        """Sums over all events."""
+        return self._recorder.counters
+
+    @property
+    def history(self) -> History | None:
+        """What was asked for, stored and evicted."""
+        return self._recorder.history
+
+    def record(self, event: Event) -> None:
+        """Count an event and pass it on."""
+        self._recorder.record(event)
 
     def attach(
         self,
@@ -100,8 +117,8 @@ class PrefixCache:
             about: words for people who look into the folder.
             portable: the model's layouts and states, as files can hold them.
         """
-        with self._reporting_evictions():
-            self._spaces.identify(namespace, fingerprint)
+        with self._recorder.evictions():
+            self.spaces.identify(namespace, fingerprint)
         if self._offload is not None:
             self._offload.attach(namespace, fingerprint, about, portable)
 
@@ -122,10 +139,16 @@ class PrefixCache:
             tokens = np.array(tokens, np.int64)
             wanted = tokens[: before_image(tokens, longest)]
             if len(wanted):
-                with self._reporting_evictions():
+                with self._recorder.evictions():
                     keep_within(self.tree, self.budget)
                     self._offload.restore(namespace, wanted)
-        return find_longest(self.tree, self._spaces.of(namespace), tokens, longest)
+        return find_longest(self.tree, self.spaces.of(namespace), tokens, longest)
+
+    def reach_on_disk(self, namespace: Hashable, tokens: Sequence[int]) -> tuple[int, bool]:
+        """What `Offload.reach` says of the tokens that `match` would find."""
+        ids = np.array(tokens, np.int64)
+        wanted = ids[: before_image(ids, len(ids) - 1)]
+        return self._offload.reach(namespace, wanted) if self._offload else (0, False)
 
     def fetch(
         self,
@@ -133,6 +156,7 @@ class PrefixCache:
         prefix: Prefix | None,
         translate: Callable[[Fetched], Any] = lambda fetched: fetched,
         room: Room | None = None,
+        namespace: Hashable | None = None,
     ) -> Any:
         """Decode what was matched.
 
@@ -141,6 +165,7 @@ class PrefixCache:
             prefix: what `match` found for it, with no call in between.
             translate: makes of a `Fetched` what the caller wants; a failure of it is no hit.
             room: what is wanted of it behind the rows.
+            namespace: whose prompt it is, so that it can be told why no more of it was found.
 
         Returns:
             What `translate` made of it; None if nothing was found.
@@ -154,12 +179,11 @@ class PrefixCache:
                 self._distrust(prefix.space.namespace)
                 raise
             self._touch(prefix, tokens)
+        stop = self._recorder.diagnose(namespace, tokens, prefix)
         # Only now: what was just used is what should be left, if little may be.
         self.keep_within_budget()
-        if prefix is None:
-            self.record(Miss(len(tokens)))
-        else:
-            self.record(Hit(len(tokens), prefix.tokens, time.perf_counter() - begun))
+        seconds = time.perf_counter() - begun
+        self._recorder.fetched(namespace, tokens, prefix, seconds, stop)
         return result
 
     def _decode(self, prefix: Prefix, room: Room | None) -> Fetched:
@@ -176,8 +200,8 @@ class PrefixCache:
 
     def _distrust(self, namespace: Hashable) -> None:
         """Give up what is stored of a namespace: else its prompts would fail for ever."""
-        with self._reporting_evictions():
-            self._spaces.drop(namespace)
+        with self._recorder.evictions():
+            self.spaces.drop(namespace)
         if self._offload is not None:
             self._offload.detach(namespace)
 
@@ -213,12 +237,16 @@ class PrefixCache:
         """
         begun = time.perf_counter()
         ids = np.array(tokens, np.int64)
-        with self._reporting_evictions():
+        with self._recorder.evictions():
             keep_within(self.tree, self.budget)
-            space = self._spaces.open(namespace, layers.layout)
-            if layers.layout.needs_checkpoint and not self._wants_checkpoint(space, ids, layers):
-                return
-            others = [other for other in self._spaces.of(namespace) if other is not space]
+            space = self.spaces.open(namespace, layers.layout)
+            if layers.layout.needs_checkpoint:
+                if self._has_checkpoint(space, ids):
+                    return
+                if layers.state_bytes > self.tree.limit_bytes:
+                    self.record(Skip(len(ids), SkipReason.NO_ROOM))
+                    return
+            others = [other for other in self.spaces.of(namespace) if other is not space]
             insertion = Writer(self.tree, self.budget, space, others, layers).write(ids, label)
             needless = []
             if self._is_checkpoint(insertion.tip):
@@ -229,19 +257,19 @@ class PrefixCache:
         stored_tokens = insertion.stored_tokens
         if layers.layout.needs_checkpoint and not self._is_checkpoint(insertion.tip):
             stored_tokens = 0  # the way to another checkpoint is not this one's
-        self._record_insert(len(ids), stored_tokens, insertion.added_tokens, begun)
+        seconds = time.perf_counter() - begun
+        insert = Insert(len(ids), stored_tokens, insertion.added_tokens, seconds)
+        self._recorder.inserted(space, ids, insertion.tip, needless, insert)
 
     def _is_checkpoint(self, node: Block) -> bool:
         return node in self.tree and not node.tokens
 
-    def _wants_checkpoint(self, space: Space, ids: Tokens, layers: Layers) -> bool:
-        """Whether it would be new, which uses the old one, and its states alone have room."""
+    def _has_checkpoint(self, space: Space, ids: Tokens) -> bool:
+        """Whether there is one at the very end, which uses it; or it would be of no tokens."""
         node, position = self.tree.find_checkpoint(space, ids)
-        if position == len(ids):
-            if node is not None:  # else of no tokens
-                self._use(space, node)
-            return False
-        return layers.state_bytes <= self.tree.limit_bytes
+        if node is not None and position == len(ids):
+            self._use(space, node)
+        return position == len(ids)
 
     def _settle(self) -> None:
         """Evict what was spared while it was added to, and whole sequences beyond their number."""
@@ -251,12 +279,12 @@ class PrefixCache:
 
     def keep_within_budget(self) -> None:
         """Evict what is more than may be held now."""
-        with self._reporting_evictions():
+        with self._recorder.evictions():
             keep_within(self.tree, self.budget)
 
     def trim_to(self, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Evict at once until no more than this is held."""
-        with self._reporting_evictions():
+        with self._recorder.evictions():
             if n_bytes is not None:
                 self.tree.evict_to(max(0, n_bytes), Cause.TRIM)
             if n_sequences is not None:
@@ -264,32 +292,9 @@ class PrefixCache:
 
     def prefer(self, namespace: Hashable) -> None:
         """Let everything of other namespaces be evicted before anything of this one."""
-        self.tree.renew(self._spaces.of(namespace))
+        self.tree.renew(self.spaces.of(namespace))
 
-    # Telling
-
-    def record(self, event: Event) -> None:
-        """Count an event and pass it on."""
-        self.counters.count(event)
-        self._emit(event)
-
-    def _record_insert(self, tokens: int, stored: int, new: int, begun: float) -> None:
-        self.record(Insert(tokens, stored, new, time.perf_counter() - begun))
-        logger.debug(
-            "prefix cache holds %d bytes: %d blocks, %d tokens",
-            self.tree.used_bytes,
-            len(self.tree),
-            self.tree.tokens,
-        )
-
-    @contextmanager
-    def _reporting_evictions(self) -> Iterator[None]:
-        """Record what is evicted inside, one event for each cause, also if it fails."""
-        try:
-            yield
-        finally:
-            blocks, n_bytes = dict(self.tree.evicted_blocks), dict(self.tree.evicted_bytes)
-            self.tree.evicted_blocks.clear()
-            self.tree.evicted_bytes.clear()
-            for cause in blocks:
-                self.record(Evict(blocks[cause], n_bytes[cause], cause.value))
+    def clear(self) -> None:
+        """Give up everything in memory."""
+        with self._recorder.evictions():
+            self.spaces.clear()

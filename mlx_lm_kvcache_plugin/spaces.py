@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .codecs.sequence import SequencePacker, SequencePackers
 from .codecs.windows import WindowPacker
 from .layers import Layout
-from .store.tree import BlockTree, Cause
+from .store.eviction import Cause
+from .store.tree import BlockTree
 
 MOST_NAMESPACES = 64
 """More models are not remembered: a script that trains one shows a new one at every step."""
@@ -17,6 +18,9 @@ MOST_NAMESPACES = 64
 @dataclass(frozen=True, eq=False, slots=True)
 class Space:
     """The sequences of one namespace that have one layout; the tree keeps them below one root.
+
+    Its hash is that of what it stands for, so that what it held is known again after it was
+    forgotten and opened anew.
 
     Attributes:
         namespace: whose they are.
@@ -28,6 +32,13 @@ class Space:
     layout: Layout
     rows: SequencePacker
     windows: WindowPacker
+    value_hash: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_hash", hash((self.namespace, self.layout)))
+
+    def __hash__(self) -> int:
+        return self.value_hash
 
 
 class Spaces:
@@ -83,10 +94,20 @@ class Spaces:
             del self._fingerprints[oldest]
             self.drop(oldest)
 
-    def drop(self, namespace: Hashable) -> None:
+    def drop(self, namespace: Hashable, cause: Cause = Cause.REPLACED) -> None:
         """Give up all that is stored of a namespace."""
         for space in self._spaces.pop(namespace, []):
-            self._tree.drop(space, Cause.REPLACED)
+            self._tree.drop(space, cause)
+
+    def clear(self) -> None:
+        """Give up all that is stored."""
+        for namespace in list(self._spaces):
+            self.drop(namespace, Cause.CLEARED)
+
+    def others_hold(self, namespace: Hashable) -> bool:
+        """Whether anything is stored of other namespaces."""
+        own = self.of(namespace)
+        return any(root.namespace not in own for root in self._tree.roots())
 
     def _forget_the_empty(self) -> None:
         for namespace, spaces in list(self._spaces.items()):

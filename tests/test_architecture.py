@@ -48,20 +48,32 @@ HOUSE = {
     ),
     "patches": room(
         {"prefix_cache", "matching", "spaces", "layers", "store", "codecs", "disk", "fingerprint"}
-        | {"plugins", "hookspecs"}
+        | {"stats", "inspection", "web", "plugins", "hookspecs"}
         | LEAVES,
         "mlx mlx_lm numpy",
     ),
+    "inspection": room(
+        {"__init__", "prefix_cache", "diagnosis", "matching", "stats", "store"} | LEAVES, "numpy"
+    ),
+    "web": room(others="prometheus_client"),
     "prefix_cache": room(
-        {"matching", "spaces", "writing", "offload", "layers", "store", "codecs", "disk"} | LEAVES,
+        {"matching", "spaces", "writing", "offload", "recording", "layers"}
+        | {"stats", "store", "codecs", "disk"}
+        | LEAVES,
         "numpy",
     ),
+    "recording": room({"diagnosis", "matching", "spaces", "stats", "store"} | LEAVES),
+    "diagnosis": room({"matching", "spaces", "stats", "store"} | LEAVES, "numpy"),
+    "stats": room({"store"} | LEAVES, "numpy"),
     "offload": room(
-        {"restoring", "naming", "spaces", "writing", "layers", "store", "codecs", "disk"} | LEAVES
+        {"restoring", "searching", "naming", "spaces", "writing", "layers"}
+        | {"store", "codecs", "disk"}
+        | LEAVES
     ),
     "restoring": room(
-        {"naming", "matching", "spaces", "writing", "layers", "store", "codecs", "disk"}, "numpy"
+        {"searching", "matching", "spaces", "writing", "layers", "store", "codecs", "disk"}
     ),
+    "searching": room({"naming", "layers", "store", "disk"}, "numpy"),
     "naming": room({"store", "disk"}),
     "matching": room({"spaces", "store"}, "numpy"),
     "writing": room({"spaces", "layers", "store", "codecs"}),

@@ -364,12 +364,12 @@ def test_a_layer_that_is_filled_later_makes_no_other_model() -> None:
 
 def test_layouts_that_are_gone_are_forgotten() -> None:
     """Nothing grows with the number of layouts ever seen."""
-    cache = make_cache(limit_bytes=6000)
+    cache = make_cache(limit_bytes=7500)
     for model in range(30):
         insert(cache, range(12), namespace=f"model {model}", **WINDOWED)
         insert(cache, range(7), namespace=f"model {model}", **WINDOWED)
     held = len(cache.tree.roots())
-    spaces = cache._spaces._spaces
+    spaces = cache.spaces._spaces
     assert 0 < held < 10
     assert sum(map(len, spaces.values())) <= held + 1
     assert len(spaces) <= held + 1
@@ -424,7 +424,7 @@ def test_what_is_preferred_is_evicted_last() -> None:
     cache.trim_to(n_sequences=3)
     cache.tree.check()
     assert fetch(cache, range(21), "two") == fetch(cache, range(21), "three") == 0
-    assert [len(cache._spaces.of(name)) for name in ("one", "two")] == [2, 1]
+    assert [len(cache.spaces.of(name)) for name in ("one", "two")] == [2, 1]
     cache.trim_to(n_sequences=2)
     assert fetch(cache, range(21), "one") == 7
     assert fetch(cache, range(1000, 1021), "one") == 20
@@ -531,7 +531,7 @@ def test_a_way_that_does_not_fit_displaces_nothing(
     will be.
     """
     events: list[Event] = []
-    cache = make_cache(limit_bytes=60_000, emit=events.append)
+    cache = make_cache(limit_bytes=66_000, emit=events.append)
     shape = {**MIXED, "dim": 16}
     insert(cache, range(1000, 1100), namespace="other", label=USER, **shape)
     insert(cache, range(60), label=USER, **shape)

@@ -16,12 +16,15 @@ from mlx_lm_kvcache_plugin.events import (
     Insert,
     Miss,
     Restore,
+    Skip,
+    SkipReason,
 )
 
 EXAMPLES: dict[type[Event], tuple[Event, dict[str, int]]] = {
     Hit: (Hit(100, 60, 0.5), {"hits": 1, "prompt_tokens": 100, "hit_tokens": 60}),
     Miss: (Miss(70), {"misses": 1, "prompt_tokens": 70}),
     Insert: (Insert(50, 40, 30, 0.5), {"inserts": 1, "stored_tokens": 30}),
+    Skip: (Skip(50, SkipReason.NO_ROOM), {"skipped_inserts": 1}),
     Restore: (Restore(80, 0.5), {"restored_tokens": 80}),
     Evict: (Evict(3, 9000, "memory"), {"evicted_blocks": 3, "evicted_bytes": 9000}),
     Error: (Error("fetch", "a reason"), {"errors": 1}),
@@ -58,6 +61,7 @@ def test_counters_are_sums() -> None:
         "prompt_tokens": 340,
         "hit_tokens": 120,
         "inserts": 2,
+        "skipped_inserts": 2,
         "stored_tokens": 60,
         "restored_tokens": 160,
         "evicted_blocks": 6,

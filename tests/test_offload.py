@@ -18,6 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,10 @@ from mlx_lm_kvcache_plugin.disk.files import Record
 from mlx_lm_kvcache_plugin.disk.names import BLOCK, CHECKPOINT, Name, layout_digest
 from mlx_lm_kvcache_plugin.disk.tier import DiskTier
 from mlx_lm_kvcache_plugin.events import Error, Event, Evict, Hit, Insert, Miss, Restore
+from mlx_lm_kvcache_plugin.inspection.explanation import explain
+from mlx_lm_kvcache_plugin.matching import find_longest
 from mlx_lm_kvcache_plugin.naming import Naming
+from mlx_lm_kvcache_plugin.stats.history import History
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget
 from mlx_lm_kvcache_plugin.store.thinning import GENERATED, PROMPT, SYSTEM, USER
 from mlx_lm_kvcache_plugin.writing import Checkpoint
@@ -152,7 +156,7 @@ def path_between(folder: Path, process: Process, tokens: Sequence[int]) -> Path:
     offload = process.cache._offload
     assert offload is not None
     attached = offload._attached[MODEL]
-    (space,) = process.cache._spaces.of(MODEL)
+    (space,) = process.cache.spaces.of(MODEL)
     text = attached.text(space.layout)
     assert text is not None
     prefix = process.cache.match(MODEL, [*tokens, NEVER])
@@ -902,9 +906,13 @@ class OffloadMachine(RuleBasedStateMachine):
     def hit(self, process: Process, tokens: Tokens, namespace: str) -> int:
         """What a prompt gets, which is never more than was stored, nor anything else."""
         process.events.clear()
+        expected = explain(process.cache, namespace, tokens).hit_tokens
         fetched = fetched_from(process.cache, tokens, namespace)
         hit = fetched.tokens if fetched else 0
         assert hit <= self.longest(tokens, namespace)
+        if self.is_sound:
+            assert hit <= expected
+            assert hit == expected or any(ceiling is not None for ceiling in self.ceilings)
         if fetched is not None:
             assert is_what_was_computed(fetched, tokens, namespace, **self.shape(namespace))
         answers = [type(event) for event in process.of(Restore, Hit, Miss)]
@@ -1111,3 +1119,108 @@ def test_a_label_is_one_that_is_known(start: Start, shape: dict[str, Any], label
         assert process.hits([*range(9), NEVER], **shape) == [9]
     assert set(process.cache.tree.sequences) <= {"", SYSTEM, USER, PROMPT, GENERATED}
     process.cache.tree.check()
+
+
+# What would be read
+
+
+def reach(process: Process, tokens: Sequence[int]) -> int:
+    """How many tokens would be a hit, by what is in memory and the names of what is on disk."""
+    prefix = find_longest(
+        process.cache.tree, process.cache.spaces.of(MODEL), tokens, len(tokens) - 1
+    )
+    on_disk, _ = process.cache.reach_on_disk(MODEL, tokens)
+    return max(prefix.tokens if prefix else 0, on_disk)
+
+
+@pytest.mark.parametrize("held", [0, 3, 4, 6, 9, 14])
+@pytest.mark.parametrize("shape", EVERY.values(), ids=EVERY)
+def test_what_would_be_read_is_what_is_found(
+    start: Start, shape: dict[str, Any], held: int
+) -> None:
+    """Wherever a prompt leaves it, and whatever of it memory has."""
+    first = start()
+    for sequence in (range(6), range(14), [*range(4), 7, 7, 7], range(10)):
+        first.insert(sequence, label=SYSTEM, **shape)
+    places = (0, 1, 3, 4, 5, 6, 7, 10, 12, 13, 14)
+    prompts = [[*range(place), NEVER, NEVER] for place in places]
+    prompts += [list(range(place)) for place in places] + [[*range(4), 7, 7, 8, 8]]
+    for prompt in prompts:
+        process = start()
+        if held:
+            process.insert(range(held), label=SYSTEM, **shape)
+        assert [reach(process, prompt)] == process.hits(prompt, **shape)
+        assert [reach(process, prompt)] == process.hits(prompt, **shape)
+
+
+@both_shapes
+def test_no_part_of_an_image_would_be_read(start: Start, shape: dict[str, Any]) -> None:
+    """It is of no use, though it is there."""
+    prompt = [1, 2, 3, 4, 5, *[-(2**60)] * 6, *[-9] * 5, 6, 7]
+    first = start()
+    for end in (5, 8, 11, 13, 16, 18):
+        first.insert(prompt[:end], label=SYSTEM, **shape)
+    asked = [prompt[:end] for end in range(2, 19)] + [[*prompt[:end], 9] for end in range(1, 19)]
+    asked += [[*prompt[:11], -(2**60), 3], [*prompt[:16], -9, -9, -9, 3]]
+    for one in asked:
+        process = start()
+        assert [reach(process, one)] == process.hits(one, **shape)
+
+
+def test_more_of_a_run_is_on_disk_than_a_prompt_shares(start: Start) -> None:
+    """It is told where the prompt leaves a file, and not what other files follow a whole one."""
+    start().insert(range(14), **TINY)
+    on_disk = {
+        place: start().cache.reach_on_disk(MODEL, [*range(place), NEVER, NEVER])
+        for place in (0, 1, 4, 6, 8, 13, 14)
+    }
+    assert on_disk == {place: (place, place in (1, 6, 13)) for place in (0, 1, 4, 6, 8, 13, 14)}
+
+
+@pytest.mark.parametrize("shape", EVERY.values(), ids=EVERY)
+def test_nothing_is_touched_to_know_it(start: Start, shape: dict[str, Any], tmp_path: Path) -> None:
+    """No file is used by it, no figure changes, nothing is queued and nobody is told."""
+    first = start()
+    for length in (6, 14):
+        first.insert(range(length), label=SYSTEM, **shape)
+    process = start()
+    process.insert(range(4), label=SYSTEM, **shape)
+    age(tmp_path)
+
+    def everything() -> Any:
+        files = {
+            path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")
+        }
+        tree, cache = process.cache.tree, process.cache
+        nodes = [(node, node.used_at) for node in tree]
+        figures = asdict(process.tier.counters), asdict(cache.counters), tree.used_bytes
+        return files, nodes, figures, list(process.events), cache.spaces.of(MODEL)[:]
+
+    before = everything()
+    for prompt in (range(15), [*range(9), NEVER], [NEVER, NEVER], range(4), [], [1]):
+        process.cache.reach_on_disk(MODEL, prompt)
+        process.cache.reach_on_disk("nobody's", prompt)
+        explain(process.cache, MODEL, prompt)
+        assert process.tier.flush()
+        assert everything() == before
+    assert process.tier.counters.files_read == 0
+
+
+def test_what_has_no_home_would_not_be_read(start: Start) -> None:
+    """Nor is there anything without a tier."""
+    process = start(namespaces=[])
+    process.insert(range(10), **TINY)
+    assert process.cache.reach_on_disk(MODEL, range(11)) == (0, False)
+    assert make_cache().reach_on_disk(MODEL, range(11)) == (0, False)
+
+
+def test_what_was_read_is_no_hit_in_memory(start: Start) -> None:
+    """A store of another size is not told to have held it; later on it is."""
+    start().insert(range(9), **TINY)
+    history = History(4)
+    process = start(history=history)
+    for expected in (0, 8, 16):
+        prompt = [*range(8), NEVER, NEVER]
+        process.cache.fetch(prompt, process.cache.match(MODEL, prompt), namespace=MODEL)
+        assert history.predicted.hit_tokens == expected
+        assert history.predicted.at == {0.5: expected, 2.0: expected, 4.0: expected}

@@ -457,7 +457,7 @@ def test_looks_of_models_that_are_gone_are_forgotten() -> None:
         insert(cache, range(12), namespace=f"model {model}", **TINY)
     held = len(cache.tree.roots())
     assert held < 10
-    assert len(cache._spaces._spaces) <= held + 1
+    assert len(cache.spaces._spaces) <= held + 1
 
 
 # Failures

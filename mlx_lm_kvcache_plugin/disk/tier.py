@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from .access import BrokenFile, is_broken, note_use, open_file
+from .clearing import Cleared, clear
 from .counters import DiskCounters
 from .exit import CLOSING_SECONDS, flush_at_exit
 from .files import Record, read_record, read_tokens
@@ -85,6 +86,11 @@ class DiskTier:
     def accepts(self) -> bool:
         """Whether an offer would be queued: if not, none need be made."""
         return not self._writer.is_quiet and self._worker.has_room
+
+    @property
+    def limit_bytes(self) -> int:
+        """What all files of ours may have."""
+        return self._limit.limit_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -170,6 +176,18 @@ class DiskTier:
     def forget(self, home: Home, names: Sequence[Name]) -> None:
         """Have records deleted; never waits."""
         self._queue(partial(self._writer.forget, home, list(names)))
+
+    def clear(self) -> Cleared:
+        """Delete everything of ours in the folder, whoever wrote it, once what is queued is done.
+
+        Raises:
+            OSError: something cannot be deleted.
+        """
+        self.flush()
+        cleared = clear(self._folder.root) if self._folder.exists() else Cleared()
+        self._tokens.cache_clear()
+        self._queue(self._limit.enforce)  # which counts anew
+        return cleared
 
     def flush(self, seconds: float = CLOSING_SECONDS) -> bool:
         """Wait until all that was queued is written; False if the time was too short."""

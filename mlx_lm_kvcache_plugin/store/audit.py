@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from .blocks import Block
+from .blocks import Block, Tally, chain_of
 
 if TYPE_CHECKING:
     from .tree import BlockTree
@@ -66,3 +66,19 @@ def _check_counts(tree: BlockTree, nodes: list[Block]) -> None:
     for node in nodes:
         by_label[node.label] += node.nbytes
     assert +tree.bytes_by_label == by_label, "bytes by label do not add up"
+    assert tree.tally() == _tally(tree, nodes), "what the roots tell does not add up"
+    assert all(node.chain == _chain(node) for node in nodes), "a chain is wrong"
+
+
+def _tally(tree: BlockTree, nodes: list[Block]) -> Tally:
+    kinds = Counter(
+        "checkpoint" if not node.tokens else "tail" if node.tokens < tree.block_tokens else "block"
+        for node in nodes
+        if node.parent is not None
+    )
+    tokens = sum(node.tokens for node in nodes)
+    return Tally(tree.used_bytes, kinds["block"], kinds["tail"], kinds["checkpoint"], tokens)
+
+
+def _chain(node: Block) -> int:
+    return chain_of(node.parent.chain, node.key) if node.parent else hash(node.root.namespace)

@@ -14,9 +14,10 @@ could collide. The tree knows payloads by their `nbytes` alone.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +31,9 @@ TOKEN_BYTES = 8
 CHECKPOINT = b""
 """The key of a checkpoint."""
 
+OBJECT_BYTES = sys.getsizeof(1 << 62) + sys.getsizeof(0.0)
+"""What a node's chain and the time of its last use take."""
+
 
 class Sized(Protocol):
     """What is known of a payload."""
@@ -38,11 +42,27 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
+def chain_of(chain: int, key: bytes) -> int:
+    """The chain of a node: a hash over its namespace and all tokens up to its end.
+
+    It names what was stored after that is gone, in statistics alone: two that collide make a figure
+    wrong and nothing else.
+
+    Args:
+        chain: of the node above; of a root, the hash of its namespace.
+        key: the bytes of the node's tokens.
+    """
+    return hash((chain, key))
+
+
 class Block:
     """A node of the tree. Only `BlockTree` writes to it.
 
     Attributes:
         parent: the node above; None for a root.
+        root: what it is below; a root is its own.
+        chain: what `chain_of` says.
+        used_at: when it was last used, in seconds of `time.monotonic`.
         key: the bytes of its tokens.
         payload: what is stored for them; None for a bearer that only leads to its checkpoints.
         is_bearer: whether it is of use for the checkpoints below it alone.
@@ -52,6 +72,7 @@ class Block:
     """
 
     __slots__ = (
+        "chain",
         "children",
         "is_bearer",
         "key",
@@ -61,7 +82,12 @@ class Block:
         "older",
         "parent",
         "payload",
+        "root",
+        "used_at",
     )
+
+    root: Root
+    chain: int
 
     def __init__(
         self,
@@ -72,6 +98,10 @@ class Block:
         is_bearer: bool = False,
     ) -> None:
         self.parent = parent
+        if parent is not None:
+            self.root = parent.root
+            self.chain = chain_of(parent.chain, key)
+        self.used_at = 0.0
         self.key = key
         self.payload = payload
         self.label = label
@@ -102,17 +132,44 @@ class Block:
     def measure(self) -> int:
         """Count what it holds, down to the Python objects of the index."""
         index = sys.getsizeof(self) + sys.getsizeof(self.key) + sys.getsizeof(self.children)
-        return index + (self.payload.nbytes if self.payload is not None else 0)
+        payload_bytes = self.payload.nbytes if self.payload is not None else 0
+        return index + OBJECT_BYTES + payload_bytes
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the nodes below a root come to, itself included.
+
+    Attributes:
+        used_bytes: index included.
+        tokens: that they stand for.
+    """
+
+    used_bytes: int = 0
+    blocks: int = 0
+    tails: int = 0
+    checkpoints: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*map(operator.add, astuple(self), astuple(other)))
 
 
 class Root(Block):
-    """Where the sequences of a namespace begin. It stands for no tokens and is never evicted."""
+    """Where the sequences of a namespace begin. It stands for no tokens and is never evicted.
 
-    __slots__ = ("namespace",)
+    Attributes:
+        tally: of what is below it.
+    """
+
+    __slots__ = ("namespace", "tally")
 
     def __init__(self, namespace: Hashable) -> None:
         super().__init__(None, b"", None, "")
+        self.root = self
+        self.chain = hash(namespace)
         self.namespace = namespace
+        self.tally = Tally()
 
 
 @dataclass(frozen=True, slots=True)

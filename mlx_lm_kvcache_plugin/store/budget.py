@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import psutil
 
 from .blocks import Block
-from .tree import BlockTree, Cause
+from .eviction import Cause
+from .tree import BlockTree
 
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
 
@@ -52,7 +53,8 @@ class Budget:
         relieve: gives back memory that others hold for nothing, before anything is evicted.
 
     Attributes:
-        origin: whence the limit came, in words.
+        last_bytes: what `nominal_bytes` said last; any thread may read it.
+        origin: whence that came, in words.
     """
 
     def __init__(
@@ -66,14 +68,18 @@ class Budget:
         relieve: Callable[[], object] = lambda: None,
     ) -> None:
         self._fixed_bytes = limit_bytes
-        self._percent = percent
-        self.origin = "a fixed limit"
+        self._share = 1.0 if percent is None else percent
+        self._limit_origin = "a fixed limit"
+        if limit_bytes is None:
+            self._limit_origin = f"{self._share:.0%} of what is available once a model is loaded"
+        self.origin = self._limit_origin
         self._ceiling = ceiling
         self._ceiling_origin = ceiling_origin
         self._probe = probe
         self._relieve = relieve
         self._limit_bytes = limit_bytes
         self._is_short = False
+        self.last_bytes = limit_bytes or 0
 
     @property
     def limit_bytes(self) -> int | None:
@@ -89,27 +95,31 @@ class Budget:
         self._limit_bytes = self._fixed_bytes
         if self._limit_bytes is None:
             available_bytes = self._probe().available_bytes + used_bytes
-            percent = 1.0 if self._percent is None else self._percent
-            self._limit_bytes = int(available_bytes * percent)
-            self.origin = f"{percent * 100:g}% of the {available_bytes:,} bytes available"
+            self._limit_bytes = int(available_bytes * self._share)
+            share = f"{self._share * 100:g}%"
+            self._limit_origin = f"{share} of the {available_bytes:,} bytes available"
+        self.origin = self._limit_origin
         return self._limit_bytes
 
     def describe(self, used_bytes: int) -> str:
         """Settle the limit, and tell it and whence it came."""
-        limit_bytes, origin = self.resolve(used_bytes), self.origin
-        ceiling = self._ceiling()
-        if ceiling is not None and ceiling < limit_bytes:
-            limit_bytes, origin = ceiling, self._ceiling_origin
-        return f"limit {limit_bytes:,} bytes ({origin})"
+        self.resolve(used_bytes)
+        return f"limit {self.nominal_bytes(used_bytes):,} bytes ({self.origin})"
 
-    def allowed_bytes(self, used_bytes: int) -> int:
-        """What the store may hold now: within the limit, and leaving the reserve to others."""
+    def nominal_bytes(self, used_bytes: int) -> int:
+        """What the store may hold now, if others leave enough memory."""
         limit_bytes = self._limit_bytes
         if limit_bytes is None:
             limit_bytes = self.resolve(used_bytes)
         ceiling = self._ceiling()
-        if ceiling is not None:
-            limit_bytes = min(limit_bytes, ceiling)
+        is_lower = ceiling is not None and ceiling < limit_bytes
+        self.origin = self._ceiling_origin if is_lower else self._limit_origin
+        self.last_bytes = limit_bytes if ceiling is None else max(0, min(limit_bytes, ceiling))
+        return self.last_bytes
+
+    def allowed_bytes(self, used_bytes: int) -> int:
+        """What the store may hold now: within the limit, and leaving the reserve to others."""
+        limit_bytes = self.nominal_bytes(used_bytes)
         memory = self._probe()
         if memory.spare_bytes < 0:
             self._relieve()

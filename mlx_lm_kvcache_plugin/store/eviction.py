@@ -1,4 +1,4 @@
-"""The order in which blocks are given up: least recently used first.
+"""The order in which blocks are given up, least recently used first, and why they are.
 
 On two public production traces no simple policy beat LRU over blocks, so this is the one policy.
 The list runs through the blocks themselves: two slots each, and every step takes constant time.
@@ -6,8 +6,41 @@ The list runs through the blocks themselves: two slots each, and every step take
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
+
+
+class Cause(enum.Enum):
+    """Why blocks were evicted."""
+
+    MEMORY = "memory"
+    """The byte limit."""
+    COUNT = "count"
+    """The limit on sequences."""
+    PRESSURE = "pressure"
+    """The machine ran short of memory."""
+    TRIM = "trim"
+    """The caller asked for it."""
+    REPLACED = "replaced"
+    """The model behind a namespace changed its shape."""
+    CLEARED = "cleared"
+    """Somebody cleared the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A node that was given up.
+
+    Attributes:
+        parent: the chain of the node above.
+        key: the bytes of its tokens.
+    """
+
+    parent: int
+    key: bytes
+    cause: Cause
 
 
 class Linked(Protocol):
@@ -71,3 +104,10 @@ class RecencyList(Generic[Member]):
         while member is not None:
             yield member
             member = member.newer
+
+    def __reversed__(self) -> Iterator[Member]:
+        """From the newest to the oldest."""
+        member = self._newest
+        while member is not None:
+            yield member
+            member = member.older

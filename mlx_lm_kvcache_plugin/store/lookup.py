@@ -17,6 +17,7 @@ class Lookup:
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self._roots: dict[Hashable, Root] = {}
+        self._last_run: tuple[Block, bytes, tuple[Block | None, int]] | None = None
 
     def __contains__(self, block: Block) -> bool:
         return block.parent is not None and block.parent.children.get(block.key) is block
@@ -56,11 +57,20 @@ class Lookup:
         return Match(tuple(path), self.block_tokens if path else 0, whole)
 
     def longest_run(self, node: Block, tokens: Tokens) -> tuple[Block | None, int]:
-        """The child of `node` that agrees with the longest run of `tokens`, and its length."""
-        data = tokens[: self.block_tokens].tobytes()
+        """The child of `node` that agrees with the longest run of `tokens`, and its length.
+
+        The last answer is remembered until anything changes: whoever is to tell why a prompt was
+        no longer a hit asks once more, and a node may have thousands of children.
+        """
+        data, last = tokens[: self.block_tokens].tobytes(), self._last_run
+        if last is None or last[0] is not node or last[1] != data:
+            self._last_run = last = (node, data, self._find_run(node, data))
+        return last[2]
+
+    def _find_run(self, node: Block, data: bytes) -> tuple[Block | None, int]:
         agreeing = list(node.children)
         shortest, longest = 0, len(data) // TOKEN_BYTES
-        while shortest < longest:  # by halves: a node may have thousands of children
+        while shortest < longest:  # by halves
             middle = (shortest + longest + 1) // 2
             prefix = data[: middle * TOKEN_BYTES]
             found = [key for key in agreeing if key.startswith(prefix)]

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-import enum
+import functools
+import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
+from typing import Concatenate, ParamSpec, TypeVar
 
 from .audit import audit
-from .blocks import Block, Root, Sized
-from .eviction import RecencyList
+from .blocks import Block, Root, Sized, Tally
+from .eviction import Cause, Evicted, RecencyList
 from .lookup import Lookup
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
-class Cause(enum.Enum):
-    """Why blocks were evicted."""
 
-    MEMORY = "memory"
-    """The byte limit."""
-    COUNT = "count"
-    """The limit on sequences."""
-    PRESSURE = "pressure"
-    """The machine ran short of memory."""
-    TRIM = "trim"
-    """The caller asked for it."""
-    REPLACED = "replaced"
-    """The model behind a namespace changed its shape."""
+def _exclusive(
+    method: Callable[Concatenate[BlockTree, Params], Result],
+) -> Callable[Concatenate[BlockTree, Params], Result]:
+    """Make a method hold the tree's lock."""
+
+    @functools.wraps(method)
+    def call(tree: BlockTree, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        with tree.lock:
+            return method(tree, *args, **kwargs)
+
+    return call
 
 
 class BlockTree(Lookup):
     """The blocks of all namespaces, and what they hold.
 
-    Owned by one thread. At every moment `used_bytes <= limit_bytes` unless the limit was just
-    lowered and `evict_to_limit` is still to come, and no leaf is a bearer.
+    Owned by one thread, which alone changes it. Others may read it while they hold `lock`: then no
+    change is halfway, though what the owner is about may take several. At every moment
+    `used_bytes <= limit_bytes` unless the limit was just lowered and `evict_to_limit` is still to
+    come, and no leaf is a bearer.
 
     Args:
         block_tokens: tokens of a complete block.
@@ -43,7 +49,8 @@ class BlockTree(Lookup):
         sequences: the number of leaves by label. A stored sequence is a leaf: what only leads to
             others is no sequence of its own.
         bytes_by_label: `used_bytes` by the label that each node was stored with.
-        evicted_blocks, evicted_bytes: by cause, until the owner clears them.
+        evicted, evicted_bytes: what was given up, and bytes by cause, until the owner clears them.
+        lock: held by every change, for no longer than it takes.
     """
 
     def __init__(self, block_tokens: int, limit_bytes: int) -> None:
@@ -52,9 +59,10 @@ class BlockTree(Lookup):
         self.used_bytes = 0
         self.sequences: Counter[str] = Counter()
         self.bytes_by_label: Counter[str] = Counter()
-        self.evicted_blocks: Counter[Cause] = Counter()
+        self.evicted: list[Evicted] = []
         self.evicted_bytes: Counter[Cause] = Counter()
         self.tokens = 0
+        self.lock = threading.RLock()
         self._recency: RecencyList[Block] = RecencyList()
         self._size = 0
 
@@ -66,6 +74,20 @@ class BlockTree(Lookup):
         """All nodes below the roots, from the least to the most recently used."""
         return iter(self._recency)
 
+    def __reversed__(self) -> Iterator[Block]:
+        """The same from the most to the least recently used; so parents come before children."""
+        return reversed(self._recency)
+
+    @property
+    def evicted_blocks(self) -> Counter[Cause]:
+        """How many nodes were given up, by cause, until the owner clears `evicted`."""
+        return Counter(node.cause for node in self.evicted)
+
+    def tally(self) -> Tally:
+        """What all namespaces hold."""
+        return sum((root.tally for root in self.roots()), Tally())
+
+    @_exclusive
     def add(
         self,
         parent: Block,
@@ -95,8 +117,8 @@ class BlockTree(Lookup):
         self.sequences[parent.label] -= parent_was_leaf
         self.sequences[label] += 1
         self._recency.append(block)
-        self._size += 1
-        self.tokens += block.tokens
+        block.used_at = time.monotonic()
+        self._enter(block, 1)
         self._recount(parent)  # first: its dict may have shrunk, which was counted upon
         self._recount(block)
         return block
@@ -116,13 +138,16 @@ class BlockTree(Lookup):
             if parent.is_bearer:
                 self.remove(parent)
 
+    @_exclusive
     def touch(self, block: Block) -> None:
         """Mark the path of a node as just used, from the leaf to the root."""
-        node = block
+        node, now = block, time.monotonic()
         while node.parent is not None:
             self._recency.touch(node)
+            node.used_at = now
             node = node.parent
 
+    @_exclusive
     def renew(self, namespaces: Collection[Hashable]) -> None:
         """Make all of these namespaces more recently used than anything else, in their order."""
         renewed = set[Block]()
@@ -134,22 +159,29 @@ class BlockTree(Lookup):
         for block in [block for block in self if block in renewed]:
             self._recency.touch(block)
 
-    def remove(self, block: Block, keep: Block | None = None) -> None:
-        """Take out a leaf, and whatever above it served that leaf alone, but not `keep`."""
+    @_exclusive
+    def remove(self, block: Block, keep: Block | None = None) -> list[Block]:
+        """Take out a leaf, and whatever above it served that leaf alone, but not `keep`.
+
+        Returns:
+            What was taken out.
+        """
+        gone: list[Block] = []
         node: Block | None = block
         while node is not None:
             parent = node.parent
             self._unlink(node)
+            gone.append(node)
             is_useless = parent is not None and parent.is_bearer and not parent.children
             node = parent if is_useless and parent is not keep else None
+        return gone
 
     def _unlink(self, block: Block) -> None:
         assert not block.children and block.parent is not None
         parent = block.parent
         del parent.children[block.key]
         self._recency.remove(block)
-        self._size -= 1
-        self.tokens -= block.tokens
+        self._enter(block, -1)
         self.sequences[block.label] -= 1
         self._account(block, -block.nbytes)
         if not parent.children:  # A dict does not shrink before it is empty.
@@ -164,6 +196,7 @@ class BlockTree(Lookup):
         else:
             self.sequences[parent.label] += 1
 
+    @_exclusive
     def supersede(self, block: Block) -> None:
         """Take out the tails beside a node that it begins with: it holds all that they do."""
         assert block.parent is not None
@@ -172,6 +205,7 @@ class BlockTree(Lookup):
             if shorter and not sibling.children and block.key.startswith(key):
                 self.remove(sibling)
 
+    @_exclusive
     def evict_to(self, n_bytes: int, cause: Cause, keep: Block | None = None) -> None:
         """Evict until at most `n_bytes` are held, or only `keep` and its path are left."""
         while self.used_bytes > n_bytes:
@@ -180,6 +214,7 @@ class BlockTree(Lookup):
                 break
             self._evict(victim, cause, keep)
 
+    @_exclusive
     def evict_sequences(self, n_sequences: int, cause: Cause) -> None:
         """Evict until at most `n_sequences` are left.
 
@@ -191,6 +226,7 @@ class BlockTree(Lookup):
                 break
             self._evict(victim, cause)
 
+    @_exclusive
     def drop(self, namespace: Hashable, cause: Cause) -> None:
         """Evict all of a namespace."""
         while namespace in self._roots:
@@ -205,9 +241,11 @@ class BlockTree(Lookup):
         return oldest if oldest is not None and not oldest.children else None
 
     def _evict(self, block: Block, cause: Cause, keep: Block | None = None) -> None:
-        blocks, n_bytes = self._size, self.used_bytes
-        self.remove(block, keep)
-        self.evicted_blocks[cause] += blocks - self._size
+        n_bytes = self.used_bytes
+        gone = self.remove(block, keep)
+        self.evicted += [
+            Evicted(node.parent.chain, node.key, cause) for node in gone if node.parent
+        ]
         self.evicted_bytes[cause] += n_bytes - self.used_bytes
 
     def _make_room(self, block: Block) -> bool:
@@ -225,6 +263,17 @@ class BlockTree(Lookup):
     def _is_leaf(self, block: Block) -> bool:
         return block.parent is not None and not block.children
 
+    def _enter(self, block: Block, sign: int) -> None:
+        """Count a node that comes in, or one that goes by a sign of -1."""
+        self._last_run = None
+        tally, tokens = block.root.tally, block.tokens
+        self._size += sign
+        self.tokens += sign * tokens
+        tally.tokens += sign * tokens
+        tally.blocks += sign * (tokens == self.block_tokens)
+        tally.checkpoints += sign * (not tokens)
+        tally.tails += sign * (0 < tokens < self.block_tokens)
+
     def _recount(self, block: Block) -> None:
         self._account(block, block.measure() - block.nbytes)
 
@@ -233,6 +282,7 @@ class BlockTree(Lookup):
         block.nbytes += n_bytes
         self.used_bytes += n_bytes
         self.bytes_by_label[block.label] += n_bytes
+        block.root.tally.used_bytes += n_bytes
 
     def check(self) -> None:
         """Audit everything; raise AssertionError naming what is wrong."""

@@ -246,7 +246,7 @@ def are_same(arrays: Sequence[mx.array], tensors: Sequence[Rows]) -> bool:
 
 def space_of(cache: PrefixCache, namespace: Hashable = MODEL) -> Space:
     """Where a namespace of one layout is stored."""
-    (space,) = cache._spaces.of(namespace)
+    (space,) = cache.spaces.of(namespace)
     return space
 
 

@@ -112,6 +112,22 @@ def miscount_bytes_of_a_label(tree: BlockTree) -> None:
     tree.bytes_by_label["assistant"] += 1
 
 
+def miscount_tails_of_a_root(tree: BlockTree) -> None:
+    node(tree, "ef").root.tally.tails += 1
+
+
+def miscount_bytes_of_a_root(tree: BlockTree) -> None:
+    node(tree, "ef").root.tally.used_bytes -= 1
+
+
+def break_a_chain(tree: BlockTree) -> None:
+    node(tree, "ef").chain ^= 1
+
+
+def break_the_chain_of_a_root(tree: BlockTree) -> None:
+    node(tree, "ef").root.chain ^= 1
+
+
 FAULTS: dict[Callable[[BlockTree], None], str] = {
     hang_twice: "a node is reached twice",
     forget_a_node: "the tree and the recency list differ",
@@ -132,6 +148,10 @@ FAULTS: dict[Callable[[BlockTree], None], str] = {
     miscount_tokens: "tokens do not add up",
     miscount_sequences: "the number of sequences is wrong",
     miscount_bytes_of_a_label: "bytes by label do not add up",
+    miscount_tails_of_a_root: "what the roots tell does not add up",
+    miscount_bytes_of_a_root: "what the roots tell does not add up",
+    break_a_chain: "a chain is wrong",
+    break_the_chain_of_a_root: "a chain is wrong",
 }
 
 

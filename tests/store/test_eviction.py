@@ -25,12 +25,7 @@ def make_list(names: str) -> tuple[RecencyList[Member], dict[str, Member]]:
 def order(recency: RecencyList[Member]) -> str:
     """From the oldest on, and the same backwards."""
     forwards = list(recency)
-    backwards = []
-    member = forwards[-1] if forwards else None
-    while member is not None:
-        backwards.append(member)
-        member = member.older
-    assert backwards == forwards[::-1]
+    assert list(reversed(recency)) == forwards[::-1]
     assert recency.oldest is (forwards[0] if forwards else None)
     return "".join(member.name for member in forwards)
 

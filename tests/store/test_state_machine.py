@@ -1,9 +1,12 @@
-"""The prefix cache against a naive list of what was stored, under anything that may happen."""
+"""The prefix cache against a naive list of what was stored, under anything that may happen.
+
+Whoever reads it while it changes does so whenever its lock is about to be free.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.events import Event, Evict, Hit, Insert, Miss
+from mlx_lm_kvcache_plugin.inspection.explanation import explain
+from mlx_lm_kvcache_plugin.inspection.sequences import list_sequences
 from mlx_lm_kvcache_plugin.layers import Fetched, Layers
+from mlx_lm_kvcache_plugin.stats.history import History
 from mlx_lm_kvcache_plugin.store.blocks import Block
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, logger
 from mlx_lm_kvcache_plugin.store.thinning import GENERATED, PROMPT, SYSTEM, USER
@@ -27,7 +33,9 @@ from tests.store.caches import (
     is_what_was_computed,
     layers_for,
     make_cache,
+    state_of,
 )
+from tests.store.reading import WatchedLock, assert_whole
 
 Sequence = tuple[int, ...]
 
@@ -52,6 +60,9 @@ LIMIT_BYTES = 1 << 20
 
 SHAPE: dict[str, Any] = {"heads": 1, "dim": 16}
 """Wide enough that a tail takes much less than a block."""
+
+BETWEEN_LOOKS = 31
+"""How often the lock is taken before somebody looks again: a prime, so that it is at any step."""
 
 NEVER = 99
 """A token that is in no sequence."""
@@ -104,7 +115,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         budget = Budget(
             limit_bytes=LIMIT_BYTES, ceiling=lambda: self.ceiling, probe=self.machine.probe
         )
-        self.cache = make_cache(budget=budget, emit=self.events.append)
+        self.cache = make_cache(budget=budget, emit=self.events.append, history=History(4))
+        self.cache.tree.lock = self.lock = WatchedLock(self.look)  # type: ignore[assignment]
         self.layers = dict.fromkeys(MODELS, 1)
         self.stored: list[tuple[str, Sequence]] = []
         self.is_complete = True
@@ -257,6 +269,44 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.notice_evictions()
         assert set(self.cache.tree) == before or not self.is_complete
 
+    # What is read
+
+    def look(self) -> None:
+        """As another thread may, whatever the owner is about: nothing is halfway."""
+        if self.lock.taken % BETWEEN_LOOKS:
+            return
+        tree = self.cache.tree
+        assert_whole(tree)
+        listing = list_sequences(tree)
+        assert listing.total == listing.shown == sum(not node.children for node in tree)
+        for namespace in MODELS:
+            explained = explain(self.cache, namespace, (0, 0, 0, 0, 1, NEVER))
+            assert explained.hit_tokens <= 5
+
+    @rule(tokens=sequences, namespace=namespaces)
+    def explain_and_fetch(self, tokens: Sequence, namespace: str) -> None:
+        """It changes nothing, and what it says is what happens."""
+        before = self.everything()
+        explained = explain(self.cache, namespace, tokens)
+        list_sequences(self.cache.tree)
+        assert self.everything() == before
+        self.events.clear()
+        prefix = self.cache.match(namespace, tokens)
+        fetched = self.cache.fetch(tokens, prefix, namespace=namespace)
+        (told,) = [event for event in self.events if isinstance(event, Hit | Miss)]
+        hit = fetched.tokens if fetched is not None else 0
+        assert (explained.hit_tokens, explained.on_disk_tokens) == (hit, 0)
+        assert explained.stop == told.stop
+        self.notice_evictions()
+        self.expect_content(fetched, hit, tokens[:-1], namespace)
+
+    def everything(self) -> Any:
+        """All that only the owner may change."""
+        nodes = [(node, node.used_at, node.nbytes, list(node.children)) for node in self.cache.tree]
+        history = self.cache.history
+        predicted = history.predicted if history is not None else None
+        return nodes, state_of(self.cache), astuple(self.cache.counters), predicted
+
     # What may be held
 
     @rule(ceiling=st.one_of(st.none(), st.integers(0, 20_000)))
@@ -321,7 +371,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """Nothing comes or goes, and the order changes between one model and the others alone."""
         before = list(self.cache.tree)
         self.cache.prefer(namespace)
-        spaces = self.cache._spaces.of(namespace)
+        spaces = self.cache.spaces.of(namespace)
         preferred = [block for block in before if root_of(block) in spaces]
         others = [block for block in before if root_of(block) not in spaces]
         assert list(self.cache.tree) == others + preferred
@@ -361,6 +411,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def everything_adds_up(self) -> None:
         self.cache.tree.check()
         assert self.cache.tree.used_bytes <= LIMIT_BYTES
+        assert self.cache.history is not None and not self.cache.counters.errors
+        predicted = self.cache.history.predicted
+        hits = [predicted.at[0.5], predicted.hit_tokens, predicted.at[2.0], predicted.at[4.0]]
+        assert hits == sorted(hits) and hits[-1] <= predicted.prompt_tokens
 
 
 TestPrefixCache = PrefixCacheMachine.TestCase

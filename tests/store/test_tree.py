@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from mlx_lm_kvcache_plugin.store.blocks import Block
+from mlx_lm_kvcache_plugin.store.eviction import Cause
 from mlx_lm_kvcache_plugin.store.insertion import Insertion
-from mlx_lm_kvcache_plugin.store.tree import BlockTree, Cause
+from mlx_lm_kvcache_plugin.store.tree import BlockTree
 from tests.store.trees import (
     MODEL,
     Load,

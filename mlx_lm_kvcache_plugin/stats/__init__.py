@@ -1,0 +1,1 @@
+"""What is counted, and what was stored before: for statistics, and never for what is answered."""

@@ -1,0 +1,167 @@
+"""What was stored before: why it is gone, and what stores of other sizes would still hold."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..store.blocks import TOKEN_BYTES, Block, Root, Tokens, chain_of
+from ..store.eviction import Cause, Evicted
+from .evictions import RecentEvictions
+from .ghosts import Ghosts
+
+SCALES = (0.5, 2.0, 4.0)
+"""Of the budget, for which it is told what would have been a hit."""
+
+MOST_NAMESPACES = 64
+
+LOOKED_AT_ONCE = 4096
+"""Tokens of a prompt; most are stored no further."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What would have been a hit so far.
+
+    Attributes:
+        prompt_tokens: of all requests.
+        hit_tokens: those that were a hit in memory.
+        at: by scale of the budget, those that would have been; without a scale of which too few
+            chains could be kept.
+    """
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    at: dict[float, int] = field(default_factory=lambda: dict.fromkeys(SCALES, 0))
+
+
+class History:
+    """Told by the owner of a tree what is asked for, used and evicted.
+
+    Args:
+        block_tokens: tokens of a complete block.
+
+    Attributes:
+        block_tokens: as it was given.
+        predicted: replaced at every request, so that any thread may read it.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self.predicted = Predicted()
+        self.block_tokens = self._step = block_tokens
+        self._evictions = RecentEvictions(block_tokens)
+        self._ghosts = Ghosts(SCALES, block_tokens)
+        self._roots: OrderedDict[Hashable, dict[int, bool]] = OrderedDict()
+
+    def roots(self, namespace: Hashable) -> list[int]:
+        """The chains that sequences of a namespace began with, whether or not any is left."""
+        return list(self._roots.get(namespace, ()))
+
+    def evicted(self, nodes: Sequence[Evicted]) -> None:
+        """These were given up."""
+        self._evictions.add(nodes)
+        if any(node.cause in (Cause.CLEARED, Cause.REPLACED) for node in nodes):
+            self._ghosts.clear()  # whoever had more memory would have lost them too
+
+    def cause(
+        self, chain: int, following: Sequence[int] | Tokens, held_tokens: int
+    ) -> Cause | None:
+        """Why what follows a whole block, or a root, was given up; None if it was not.
+
+        A few tokens that all prompts begin with are no loss: what was given up has to be a block,
+        or half of what is left of the prompt.
+
+        Args:
+            held_tokens: how many of these tokens are held elsewhere.
+        """
+        lost_tokens = max(1, min(self._step, (len(following) - held_tokens) // 2))
+        return self._evictions.cause(chain, self._keys(following), held_tokens + lost_tokens)
+
+    def thinned(self, checkpoints: Sequence[Block]) -> None:
+        """Later ones have made these needless, whatever the limit."""
+        self._ghosts.forget([node.chain for node in checkpoints])
+
+    def used(
+        self,
+        namespace: Hashable,
+        tip: Block,
+        has_checkpoints: bool,
+        limit: int,
+        tokens: Sequence[int] | Tokens = (),
+    ) -> None:
+        """A sequence was stored, or used up to some node.
+
+        Args:
+            tip: that node, in the tree.
+            has_checkpoints: whether it can be restored at checkpoints alone.
+            limit: the budget in bytes.
+            tokens: all of what was to be stored, whether or not there was room for it.
+        """
+        path, root = tip.path(), tip.root
+        if not path:
+            return
+        self._roots.setdefault(namespace, {})[root.chain] = has_checkpoints
+        self._roots.move_to_end(namespace)
+        if len(self._roots) > MOST_NAMESPACES:
+            self._roots.popitem(last=False)
+        self._evictions.forget(path)
+        if not has_checkpoints:
+            chains = [node.chain for node in path if node.tokens == self._step]
+            for key in self._keys(tokens[len(chains) * self._step :]):
+                if len(key) == self._step * TOKEN_BYTES:
+                    chains.append(chain_of(chains[-1] if chains else root.chain, key))
+            self._use(root, chains, root.tally.blocks, limit)
+        elif not tip.tokens:
+            behind = path[-2] if len(path) > 1 else root
+            is_tail = 0 < behind.tokens < self._step
+            block = behind.parent if is_tail else behind
+            if block is not None:
+                self._ghosts.note_checkpoint(block.chain, behind.tokens if is_tail else 0)
+            self._use(root, [tip.chain], root.tally.checkpoints, limit)
+
+    def _use(self, root: Root, chains: Sequence[int], units: int, limit: int) -> None:
+        if chains and units:
+            self._ghosts.use(root.chain, chains, root.tally.used_bytes / units, limit)
+
+    def asked(self, namespace: Hashable, tokens: Sequence[int] | Tokens, hit_tokens: int) -> None:
+        """A prompt was looked up.
+
+        Args:
+            hit_tokens: how many of its tokens were a hit in memory.
+        """
+        most = max(0, len(tokens) - 1)
+        held = dict.fromkeys(SCALES, 0)
+        for root, has_checkpoints in self._roots.get(namespace, {}).items():
+            if has_checkpoints:
+                keys = list(self._keys(tokens))
+                found = self._ghosts.held_checkpoints(root, keys, most)
+            else:
+                found = self._ghosts.held_blocks(root, self._keys(tokens))
+            held = {scale: max(held[scale], min(most, found[scale])) for scale in SCALES}
+        before = self.predicted
+        self.predicted = Predicted(
+            before.prompt_tokens + len(tokens),
+            before.hit_tokens + hit_tokens,
+            {
+                scale: before.at[scale] + self._hit(scale, hit_tokens, held[scale])
+                for scale in before.at
+                if not self._ghosts.lists[scale].is_cut
+            },
+        )
+
+    def _hit(self, scale: float, hit_tokens: int, held_tokens: int) -> int:
+        """What a prompt would have hit with another budget; what was hit is known to the token."""
+        if scale > 1:
+            return max(hit_tokens, held_tokens)
+        return hit_tokens if held_tokens > hit_tokens - self._step else held_tokens
+
+    def _keys(self, tokens: Sequence[int] | Tokens) -> Iterator[bytes]:
+        """The tokens of a prompt's blocks, the last of which need not be whole."""
+        width = self._step * TOKEN_BYTES
+        at_once = self._step * max(1, LOOKED_AT_ONCE // self._step)
+        for start in range(0, len(tokens), at_once):
+            data = np.asarray(tokens[start : start + at_once], np.int64).tobytes()
+            yield from (data[place : place + width] for place in range(0, len(data), width))
