@@ -1,0 +1,1 @@
+"""What can be asked over HTTP. Knows neither mlx, mlx_lm nor the store."""
