@@ -60,7 +60,7 @@ def _findings(section: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 def _versions() -> Iterator[Finding]:
     yield Finding("Python", f"{sys.version.split()[0]} at {sys.prefix}")
     yield Finding("mlx_lm_kvcache_plugin", __version__)
-    for package in ("mlx-lm", "mlx", "pluggy", "psutil", "numpy"):
+    for package in ("mlx-lm", "mlx", "pluggy", "psutil", "numpy", "prometheus-client"):
         try:
             yield Finding(package, version(package))
         except PackageNotFoundError:

@@ -122,12 +122,16 @@ class Option:
     """One setting: its flag, its environment variable, and how its text is read.
 
     A `metavar` of None marks a switch, which takes no value as a flag.
+
+    Attributes:
+        asks: whether it asks for the plugin; else it says something about one that is on.
     """
 
     name: str
     parse: Callable[[str], Any]
     metavar: str | None
     help: str
+    asks: bool = True
 
     @property
     def flag(self) -> str:
@@ -216,6 +220,13 @@ OPTIONS = (
         None,
         "Keep no prefix: every request is prefilled from its first token",
     ),
+    Option(
+        "disable_cache_stats",
+        _switch,
+        None,
+        "Keep no statistics of the prefix cache, and add no endpoints or page to the server",
+        asks=False,
+    ),
 )
 
 QUANTIZING = ("kv_cache_bits", "kv_cache_quantization", "kv_cache_value_bits")
@@ -235,4 +246,6 @@ def options_of(command: str) -> tuple[Option, ...]:
     """The options that mean something to one of mlx-lm's commands ("server", ...)."""
     if command == "cache_prompt":
         return tuple(option for option in OPTIONS if option.name in ENCODING)
+    if command != "server":
+        return tuple(option for option in OPTIONS if option.name != "disable_cache_stats")
     return OPTIONS

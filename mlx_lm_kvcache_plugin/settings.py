@@ -35,7 +35,8 @@ class Settings:
         disk_folder: where to keep everything on disk too, or None.
         disk_mb: limit of that folder in MB of 2^20 bytes.
         disabled: keep nothing.
-        requested: whether any flag or variable of ours was given at all.
+        has_stats: whether a server tells what its cache does.
+        requested: whether any flag or variable was given that asks for the plugin.
     """
 
     key_bits: int | None = None
@@ -48,13 +49,15 @@ class Settings:
     disk_folder: Path | None = None
     disk_mb: int = DEFAULT_DISK_MB
     disabled: bool = False
+    has_stats: bool = True
     requested: bool = False
 
     @staticmethod
     def is_requested(environ: Mapping[str, str]) -> bool:
         """Whether a variable asks for the plugin, right or wrong; a switch turned off does not."""
         return any(
-            environ.get(option.variable)
+            option.asks
+            and environ.get(option.variable)
             and (option.metavar is not None or environ[option.variable].strip().lower() not in OFF)
             for option in OPTIONS
         )
@@ -92,7 +95,8 @@ class Settings:
             disk_folder=values.get("kv_cache_dir"),
             disk_mb=values.get("kv_cache_disk_mb", DEFAULT_DISK_MB),
             disabled="disable_prefix_cache" in values,
-            requested=bool(values),
+            has_stats="disable_cache_stats" not in values,
+            requested=any(option.asks and option.name in values for option in OPTIONS),
         )
 
 

@@ -48,6 +48,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "kv_cache_disk_mb": {"1": 1, "10240": 10_240, str(1 << 40): 1 << 40},
     "disable_prefix_cache": {"1": True, "TRUE": True, "yes": True, "on": True},
+    "disable_cache_stats": {"1": True, "on": True},
 }
 
 NUMBERS_THAT_ARE_NONE = ("four", "", " ", "4.0", "0x4", "4bit", "1e1", "nan", "inf", "--4", "4 8")
@@ -69,6 +70,7 @@ WRONG: dict[str, tuple[str, ...]] = {
         + ("inf%", "nan%", "half", "20%%", "0,2", "1e-400", "20 percent", "-0.2", "-0")
     ),
     "disable_prefix_cache": ("2", "", "maybe", "-1"),
+    "disable_cache_stats": ("2", "", "maybe", "-1"),
 }
 
 right_values = pytest.mark.parametrize(
@@ -94,9 +96,10 @@ def test_the_flags_and_their_variables() -> None:
         "--kv-cache-dir": "MLX_LM_KV_CACHE_DIR",
         "--kv-cache-disk-mb": "MLX_LM_KV_CACHE_DISK_MB",
         "--disable-prefix-cache": "MLX_LM_DISABLE_PREFIX_CACHE",
+        "--disable-cache-stats": "MLX_LM_DISABLE_CACHE_STATS",
     }
     switches = {option.name for option in OPTIONS if option.metavar is None}
-    assert switches == {"kv_cache_quantization", "disable_prefix_cache"}
+    assert switches == {"kv_cache_quantization", "disable_prefix_cache", "disable_cache_stats"}
     assert RIGHT.keys() == WRONG.keys() == BY_NAME.keys()
 
 
@@ -126,7 +129,7 @@ def test_a_right_value_of_a_variable(name: str, text: str, value: Any) -> None:
     option = BY_NAME[name]
     environ = {option.variable: text, "MLX_LM_SOMETHING_ELSE": "four"}
     assert Settings.resolve({}, environ) == Settings.resolve({name: option.parse(text)}, {})
-    assert Settings.resolve({}, environ).requested
+    assert Settings.resolve({}, environ).requested == option.asks
 
 
 @wrong_values
@@ -200,6 +203,7 @@ def test_the_defaults() -> None:
         "disk_folder": None,
         "disk_mb": 10_240,
         "disabled": False,
+        "has_stats": True,
         "requested": False,
     }
 
@@ -366,8 +370,19 @@ def test_a_flag_that_was_not_given_leaves_its_variable(nothing: bool | None) -> 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 @pytest.mark.parametrize("text", ["1", "0.5", "rubbish", " "])
 def test_any_variable_asks_for_the_plugin(option: Any, text: str) -> None:
-    """Right or wrong: a wrong one is to be complained about, not passed over."""
-    assert Settings.is_requested({option.variable: text})
+    """Right or wrong: a wrong one is to be complained about, not passed over. Not so one that only
+    says something about a plugin that is on.
+    """
+    assert Settings.is_requested({option.variable: text}) == option.asks
+
+
+def test_no_statistics_is_no_request() -> None:
+    """With that alone, from either place, stock goes on untouched."""
+    by_flag = Settings.resolve({"disable_cache_stats": True})
+    by_variable = Settings.resolve({}, {"MLX_LM_DISABLE_CACHE_STATS": "1"})
+    assert by_flag == by_variable == Settings(has_stats=False, requested=False)
+    with_bits = Settings.resolve({"disable_cache_stats": True, "kv_cache_bits": 4})
+    assert with_bits.requested and not with_bits.has_stats
 
 
 @pytest.mark.parametrize(

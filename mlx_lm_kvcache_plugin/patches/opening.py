@@ -10,12 +10,14 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..disk.tier import DiskTier, flush_at_exit
+from ..events import Event
 from ..fingerprint import fingerprint
 from ..layers import LayerKinds
 from ..options import MIB
 from ..plugins import plugins
 from ..prefix_cache import PrefixCache
 from ..settings import Settings
+from ..stats.history import History
 from ..store.budget import Budget
 from .announcement import bits_of
 from .models_cache import empty_caches
@@ -28,12 +30,16 @@ def open_cache(
     ceiling: Callable[[], int | None] = lambda: None,
     ceiling_origin: str = "a ceiling",
     max_sequences: int | None = None,
+    emit: Callable[[Event], None] | None = None,
+    history: History | None = None,
 ) -> PrefixCache:
     """A prefix cache, with its disk tier if there is to be one.
 
     Args:
         ceiling, ceiling_origin: of the `Budget`.
         max_sequences: how many sequences may be held; None for any number.
+        emit: is told of every event; by default the plugins alone are.
+        history: is told what is asked for and stored; None if nobody wants to know.
     """
     budget = Budget(
         limit_bytes=None if settings.memory_mb is None else settings.memory_mb * MIB,
@@ -51,8 +57,9 @@ def open_cache(
         plugins().codecs(),
         budget,
         tier=tier,
-        emit=_emit,
+        emit=emit or tell_plugins,
         max_sequences=max_sequences,
+        history=history,
     )
 
 
@@ -110,5 +117,6 @@ def _described(model: Any) -> str:
     return f"{kind}, {sum(array.size for _, array in leaves):,} parameters"
 
 
-def _emit(event: Any) -> None:
+def tell_plugins(event: Event) -> None:
+    """Pass an event on to whoever has the hook."""
     plugins().call("kvcache_event", event=event)

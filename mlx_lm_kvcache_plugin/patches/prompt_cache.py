@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..codecs.tensors import Room
-from ..events import Error
+from ..events import Error, Event, Miss, Reason, Skip, SkipReason, Stop
 from ..layers import LayerKinds
 from ..matching import Prefix
 from ..prefix_cache import PrefixCache
@@ -41,26 +42,43 @@ many as it computes at once. One that is mostly a hit gets as much again as it h
 class PrefixPromptCache:
     """`LRUPromptCache` over a `PrefixCache`, with the seven members that the server uses.
 
-    Owned by the thread that generates. A failure inside is a miss, or an insert that is skipped:
-    an exception out of here would end that thread and the server with it.
+    Owned by the thread that generates; whoever else changes the cache holds `lock`. A failure in
+    here is a miss, or an insert that is skipped: an exception that got out would end that thread
+    and the server with it.
 
     Args:
         cache: where everything is kept; None to keep nothing.
         kinds: how cache objects are taken apart.
         ranks: the processes that have to reuse alike.
+        emit: is told of every request where nothing is kept.
 
     Attributes:
         cache, kinds, ranks: as they were given.
+        lock: held by every call.
         fetched: the model and the tokens that were fetched for last, and how many were a hit.
     """
 
-    def __init__(self, cache: PrefixCache | None, kinds: LayerKinds, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache | None,
+        kinds: LayerKinds,
+        ranks: Ranks,
+        emit: Callable[[Event], None] = lambda event: None,
+    ) -> None:
         self.cache = cache
         self.kinds = kinds
         self.ranks = ranks
+        self.reset_locks()
+        self._record = cache.record if cache is not None else emit
         self._logged: set[tuple[str, str]] = set()
         self._written: dict[Any, Written] = {}
         self.fetched: tuple[Any, list[int], int] = (None, [], 0)
+
+    def reset_locks(self) -> None:
+        """Nobody holds any: there is no other thread yet, or any more."""
+        self.lock = threading.RLock()
+        if self.cache is not None:
+            self.cache.tree.lock = threading.RLock()
 
     def fetch_nearest_cache(
         self, model: Any, tokens: list[int]
@@ -78,23 +96,38 @@ class PrefixPromptCache:
     def _fetch(
         self, model: Any, tokens: list[int], has_room: bool
     ) -> tuple[LayerCaches | None, list[int]]:
-        found: list[Prefix | None] = []
-        caches: LayerCaches | None = None
-        agreed: int | None = None
-        with self._failing_softly("fetch"):
-            agreed = self.ranks.agree(
-                lambda most: self._longest(found, model, tokens, most), len(tokens) - 1
-            )
-        if self.cache is not None and agreed is not None:
-            with self._failing_softly("fetch"):
-                prefix = found[-1] if agreed else None
-                room = _room(prefix, len(tokens)) if prefix and has_room else None
-                caches = self.cache.fetch(tokens, prefix, put_together, room)
+        with self.lock:
+            caches, agreed = self._find(model, tokens, has_room)
         if agreed and not self.ranks.all(caches is not None):
             caches = None
         hit_tokens = agreed if agreed and caches is not None else 0
         self.fetched = (model, tokens, hit_tokens)
         return caches, tokens[hit_tokens:] if hit_tokens else tokens
+
+    def _find(
+        self, model: Any, tokens: list[int], has_room: bool
+    ) -> tuple[LayerCaches | None, int | None]:
+        """What this rank has of it, and how many tokens all ranks agreed upon."""
+        found: list[Prefix | None] = []
+        caches: LayerCaches | None = None
+        agreed: int | None = None
+        reason: Reason | None = Reason.ERROR
+        with self._failing_softly("fetch"):
+            agreed = self.ranks.agree(
+                lambda most: self._longest(found, model, tokens, most), len(tokens) - 1
+            )
+            if self.cache is None:
+                reason = Reason.DISABLED
+        if self.cache is not None and agreed is not None:
+            with self._failing_softly("fetch"):
+                prefix = found[-1] if agreed else None
+                room = _room(prefix, len(tokens)) if prefix and has_room else None
+                caches = self.cache.fetch(tokens, prefix, put_together, room, model)
+                reason = None
+        if reason is not None:
+            with suppress(Exception, SystemExit):
+                self._record(Miss(len(tokens), Stop(reason)))
+        return caches, agreed
 
     def _longest(self, found: list[Prefix | None], model: Any, tokens: list[int], most: int) -> int:
         prefix = self.cache.match(model, tokens, most) if self.cache is not None else None
@@ -111,7 +144,7 @@ class PrefixPromptCache:
     ) -> None:
         """Store what the cache objects hold for the first of these tokens."""
         if self.cache is not None:
-            with self._failing_softly("insert"):
+            with self.lock, self._failing_softly("insert"):
                 self._insert(self.cache, model, tokens, prompt_cache, cache_type)
 
     def _insert(
@@ -123,18 +156,21 @@ class PrefixPromptCache:
         cache_type: str,
     ) -> None:
         if _has_draft(model) and not is_trimmable(prompt_cache):
+            cache.record(Skip(len(tokens), SkipReason.DRAFT_MODEL))
             return
         if len(self._written) > MOST_NAMESPACES:
             self._written.clear()
         written = self._written.setdefault(model, set())
         layers = take_apart(prompt_cache, len(tokens), self.kinds, written=written)
-        if layers is not None:
+        if layers is None:
+            cache.record(Skip(len(tokens), SkipReason.UNKNOWN_LAYERS))
+        else:
             cache.insert(model, tokens[: layers.tokens], layers, cache_type)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Evict at once until no more than this is held."""
         if self.cache is not None:
-            with self._failing_softly("trim"):
+            with self.lock, self._failing_softly("trim"):
                 self.cache.trim_to(n_sequences, n_bytes)
 
     def __len__(self) -> int:
@@ -165,8 +201,7 @@ class PrefixPromptCache:
         except (Exception, SystemExit) as error:
             cause = f"{type(error).__name__}: {error}"
             with suppress(Exception, SystemExit):  # whoever is told must not end the thread either
-                if self.cache is not None:
-                    self.cache.record(Error(operation, cause))
+                self._record(Error(operation, cause))
             known = (operation, type(error).__name__)
             if known not in self._logged:
                 self._logged.add(known)

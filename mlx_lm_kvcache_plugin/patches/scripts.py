@@ -251,9 +251,11 @@ _all: weakref.WeakSet[Scripts] = weakref.WeakSet()
 
 
 def _reset_in_child() -> None:
-    """A forked child has the lock, but not the thread that may hold it."""
+    """A forked child has the locks, but not the thread that may hold them."""
     for scripts in list(_all):
         scripts._reset_lock()
+        if scripts.face is not None:
+            scripts.face.reset_locks()
 
 
 os.register_at_fork(after_in_child=_reset_in_child)

@@ -9,16 +9,19 @@ from typing import Any, ClassVar
 from ..plugins import plugins
 from ..settings import Settings
 from . import shape
+from .bindings import bound
 from .flags import BuiltInFlags, CommandPatch
 from .layer_kinds import register_built_in
-from .serving import Serving, bound
+from .serving import Serving
 
 REBOUND = (
     "LRUPromptCache",
     "ModelProvider",
     "ResponseGenerator",
     "BatchGenerator",
+    "APIHandler",
     "stream_generate",
+    "_run_http_server",
 )
 """The names of upstream's module that are bound to ours while the plugin is on."""
 
@@ -53,12 +56,16 @@ def check_shape(module: ModuleType) -> None:
     shape.require_parameters(
         module.ModelProvider, {"load": ("model_path", "adapter_path", "draft_model_path")}
     )
+    shape.require_use(module.ModelProvider.load, ["_load"])
     shape.require_names(module.BatchGenerator, ["prompt_cache_nbytes"])
     shape.require_use(module.main, ["argparse", "ModelProvider"])
     shape.require_parameters(
         module.ResponseGenerator, {"_tokenize": ("tokenizer", "request", "args")}
     )
-    shape.require_use(module.run, ["LRUPromptCache", "ResponseGenerator"])
+    shape.require_use(module.run, ["LRUPromptCache", "ResponseGenerator", "_run_http_server"])
+    shape.require_parameter(module._run_http_server, "handler_class")
+    shape.require_parameter(module.APIHandler.__init__, "response_generator")
+    shape.require_parameters(module.APIHandler, {"do_GET": (), "do_POST": (), "do_OPTIONS": ()})
     shape.require_use(module.ResponseGenerator._serve_single, ["stream_generate"])
     shape.require_use(module.ResponseGenerator._generate, ["BatchGenerator"])
 

@@ -8,10 +8,13 @@ import os
 import weakref
 from typing import Any
 
+from ..events import Event
 from ..layers import LayerKinds
 from ..plugins import plugins
-from ..prefix_cache import PrefixCache
+from ..prefix_cache import BLOCK_TOKENS, PrefixCache
 from ..settings import Settings
+from ..stats.history import History
+from ..stats.statistics import Statistics
 from ..store.thinning import USER
 from .announcement import announcement
 from .arguments import StockDefault
@@ -23,9 +26,15 @@ from .checkpoints import (
     start_of_thinking,
 )
 from .models_cache import empty_caches, has_states, needs_checkpoints
-from .opening import IN_BATCH, LIVE_QUANTIZATION, attach, identify, open_cache
+from .opening import (
+    IN_BATCH,
+    LIVE_QUANTIZATION,
+    attach,
+    identify,
+    open_cache,
+    tell_plugins,
+)
 from .prompt_cache import PrefixPromptCache
-from .ranks import Ranks
 
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
 
@@ -42,13 +51,20 @@ class Serving:
     Args:
         settings: what was asked for; None to read the environment once a prompt cache is made.
         prompt_cache_bytes: upstream's flag of that name.
+
+    Attributes:
+        settings: as they were given, or read when a prompt cache was made last.
+        statistics: what the cache does; None while nobody is to know.
     """
 
     def __init__(self, settings: Settings | None, prompt_cache_bytes: int | None) -> None:
-        self._settings = settings
+        self._given = settings
+        self.settings = settings or Settings()
         self._prompt_cache_bytes = prompt_cache_bytes
+        self.statistics: Statistics | None = None
         self._face: weakref.ref[PrefixPromptCache] | None = None
         self._generator: weakref.ref[Any] | None = None
+        self._flags: Any = None
         self._sets_checkpoints = False
         self._checkpoint_tokens = 0
         self._last_label = USER
@@ -58,14 +74,21 @@ class Serving:
         """How cache objects are taken apart."""
         return plugins().layer_kinds()
 
+    def name_of(self, model_key: Any) -> str:
+        """What people call a model, by upstream's key of it: model, adapter, draft model."""
+        model, adapter, *_ = model_key
+        name = getattr(self._flags, "model", None) if model in (None, "default_model") else model
+        return f"{name or ''}{f' with {adapter}' if adapter else ''}"
+
     def open(self, face: PrefixPromptCache) -> None:
         """From now on this is the prompt cache."""
         self._face = weakref.ref(face)  # it has to go with the thread that generates
 
     def make_cache(self, max_size: int, max_bytes: int) -> PrefixCache | None:
         """What a prompt cache is to keep everything in, as the settings want it."""
-        settings = self._settings or Settings.resolve(None, os.environ)
+        settings = self.settings = self._given or Settings.resolve(None, os.environ)
         self._checkpoint_tokens = settings.checkpoint_tokens
+        self.statistics = Statistics() if settings.has_stats else None
         if settings.disabled:
             return None
         return open_cache(
@@ -73,7 +96,20 @@ class Serving:
             ceiling=lambda: min(max_bytes, self._unclaimed_bytes()),
             ceiling_origin="--prompt-cache-bytes, less what is being decoded with",
             max_sequences=None if isinstance(max_size, StockDefault) else max_size,
+            emit=self.tell,
+            history=History(BLOCK_TOKENS) if settings.has_stats else None,
         )
+
+    def tell(self, event: Event) -> None:
+        """Tell whoever wants to know what the cache does."""
+        if self.statistics is not None:
+            self.statistics.record(event)
+        tell_plugins(event)
+
+    @property
+    def face(self) -> PrefixPromptCache | None:
+        """The prompt cache, while there is one."""
+        return self._face() if self._face else None
 
     def _unclaimed_bytes(self) -> int:
         """What `--prompt-cache-bytes` leaves beside the caches that are being decoded with."""
@@ -88,14 +124,16 @@ class Serving:
 
     def model_loaded(self, provider: Any) -> None:
         """Settle what the cache does for this model, the same on all ranks, and say it."""
-        face = self._face() if self._face else None
+        face = self.face
+        self._flags = getattr(provider, "cli_args", None)
         if face is None:
             return
         needs = False
         try:
             if face.cache is not None:
-                self._attach(face.cache, provider)
-                face.cache.prefer(provider.model_key)
+                with face.lock:
+                    self._attach(face.cache, provider)
+                    face.cache.prefer(provider.model_key)
                 needs = needs_checkpoints(empty_caches(provider.model), self.kinds)
         except Exception as error:
             logger.warning("prefix cache: the model's layers cannot be told: %r", error)
@@ -113,15 +151,14 @@ class Serving:
     def _attach(self, cache: PrefixCache, provider: Any) -> None:
         """Tell the cache which model goes by this key now; else it has no place on disk."""
         try:
-            flags = getattr(provider, "cli_args", None)
-            draft_model = getattr(provider, "draft_model", None)
+            flags, draft_model = self._flags, getattr(provider, "draft_model", None)
             models = [model for model in (provider.model, draft_model) if model is not None]
             treatment: Any = tuple(getattr(flags, flag, None) for flag in LIVE_QUANTIZATION)
             if treatment[0] is None:
                 caches = [cache for model in models for cache in empty_caches(model)]
                 treatment = IN_BATCH if has_states(caches, self.kinds) else None
             identity = identify(provider.model, treatment, draft_model)
-            name = _name_of(provider.model_key, flags)
+            name = self.name_of(provider.model_key)
             attach(cache, provider.model_key, identity, models, self.kinds, name)
         except Exception as error:
             logger.warning("prefix cache: the model itself cannot be told: %r", error)
@@ -158,7 +195,7 @@ class Serving:
 
         Upstream has just called `_tokenize` for the same prompt.
         """
-        face = self._face() if self._face else None
+        face = self.face
         report, caches = options.get("prompt_progress_callback"), options.get("prompt_cache")
         if not self._sets_checkpoints or face is None or report is None or caches is None:
             return options
@@ -169,45 +206,3 @@ class Serving:
 
         watch = PrefillWatch(report, store, reused, self._checkpoint_tokens, self._last_label)
         return {**options, "prompt_progress_callback": watch}
-
-
-def _name_of(model_key: Any, flags: Any) -> str:
-    """What the user calls a model, by upstream's key of it: model, adapter, draft model."""
-    model, adapter, *_ = model_key
-    name = getattr(flags, "model", None) if model in (None, "default_model") else model
-    return f"{name or ''}{f' with {adapter}' if adapter else ''}"
-
-
-def bound(serving: Serving, stock: dict[str, Any]) -> dict[str, Any]:
-    """What the names of upstream's module are bound to while the plugin is on."""
-    stock_provider: Any = stock["ModelProvider"]
-    stock_responses: Any = stock["ResponseGenerator"]
-    stock_batches: Any = stock["BatchGenerator"]
-
-    class LRUPromptCache(PrefixPromptCache):
-        def __init__(self, max_size: int = StockDefault(10), max_bytes: int = NO_LIMIT) -> None:
-            super().__init__(serving.make_cache(max_size, max_bytes), serving.kinds, Ranks())
-            serving.open(self)
-
-    class ModelProvider(stock_provider):  # type: ignore[misc]
-        def load(self, *args: Any, **kwargs: Any) -> Any:
-            before = self.model_key
-            loaded = super().load(*args, **kwargs)
-            if self.model_key != before:
-                serving.model_loaded(self)
-            return loaded
-
-    class ResponseGenerator(stock_responses):  # type: ignore[misc]
-        def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-            return serving.cut(tokenizer, request, super()._tokenize(tokenizer, request, args))
-
-    class BatchGenerator(stock_batches):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            serving.generates_with(self)
-
-    def stream_generate(*args: Any, **kwargs: Any) -> Any:
-        return stock["stream_generate"](*args, **serving.watched(kwargs))
-
-    bindings = (LRUPromptCache, ModelProvider, ResponseGenerator, BatchGenerator, stream_generate)
-    return {binding.__name__: binding for binding in bindings}

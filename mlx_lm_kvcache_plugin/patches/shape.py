@@ -36,6 +36,12 @@ def require_parameters(owner: type, methods: Mapping[str, tuple[str, ...]]) -> N
             raise PatchRefused(f"{owner.__name__}.{name} does not take ({wanted})")
 
 
+def require_parameter(function: Any, name: str) -> None:
+    """Refuse a function that takes no argument of this name."""
+    if name not in inspect.signature(function).parameters:
+        raise PatchRefused(f"{function.__qualname__} takes no {name}")
+
+
 def require_members(owner: type, attribute: str, known: Collection[str]) -> None:
     """Refuse a class that uses a member of `self.<attribute>` which is not among those known."""
     try:

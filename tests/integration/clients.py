@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,23 @@ class Answer:
         return list(self.text.encode())
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What came back from a path, whole.
+
+    Attributes:
+        headers: by their names in lower case; none that we look at comes twice.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two sequences begin with alike."""
     pairs = zip(one, other, strict=False)
@@ -65,12 +82,32 @@ class Client:
         return self._ask("/v1/chat/completions", body, chat_tokens(messages))
 
     def health(self) -> int:
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status
-        finally:
-            connection.close()
+        return self.get("/health").status
+
+    def get(self, path: str, **headers: str) -> Reply:
+        return self.request("GET", path, **headers)
+
+    def stats(self) -> dict[str, Any]:
+        """What `GET /v1/cache/stats` tells."""
+        told: dict[str, Any] = self.get("/v1/cache/stats").json
+        return told
+
+    def explain(self, body: Any, **headers: str) -> Reply:
+        """What would become of a chat or a text; anything but bytes is sent as JSON."""
+        return self.request("POST", "/v1/cache/explain", body, **headers)
+
+    def delete(self, path: str = "/v1/cache", **headers: str) -> Reply:
+        return self.request("DELETE", path, **headers)
+
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        """Send anything at all; `Sec_Fetch_Site` is how to name a header."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        with self._connected() as connection:
+            connection.request(method, path, data, named)
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Reply(response.status, found, response.read())
 
     def disconnect(self, path: str, body: dict[str, Any], after: int) -> None:
         """Ask for a stream, and hang up after some of its chunks."""
@@ -99,10 +136,15 @@ class Client:
 
     @contextmanager
     def _send(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
-        try:
+        with self._connected() as connection:
             connection.request("POST", path, json.dumps(body))
             yield connection.getresponse()
+
+    @contextmanager
+    def _connected(self) -> Iterator[http.client.HTTPConnection]:
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
+        try:
+            yield connection
         finally:
             connection.close()
 

@@ -126,13 +126,18 @@ class LocalServer(Client):
                 self.module: Any = fresh_server_module()
                 self._prepare(self.module)
                 plugins().register(self.recorder, "recorder")
-                self.module._run_http_server = self._serve
+                self._run, self.module.run = self.module.run, self._run_here
                 self.module.main()
                 self._said_at_start = len(self._records)
         except BaseException:
             self._stop_listening()
             raise
         return self
+
+    def _run_here(self, *arguments: Any) -> None:
+        """Upstream's `run`, once it is settled what its names are bound to."""
+        self.module._run_http_server = self._serve
+        self._run(*arguments)
 
     def _serve(self, host: str, port: int, generator: Any) -> None:
         self.generator = generator
@@ -292,7 +297,8 @@ class LocalServer(Client):
         def call(*arguments: Any, **options: Any) -> Any:
             result = method(*arguments, **options)
             try:
-                self.cache.tree.check()
+                with self.prompt_cache.lock:  # a client may be clearing it
+                    self.cache.tree.check()
                 if name == "insert_cache":
                     self._note_insertion(arguments[1], options.get("cache_type", "assistant"))
             except BaseException as error:
@@ -329,6 +335,29 @@ class _QuietServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hangs up is part of some tests."""
+
+
+@contextmanager
+def stopped(owner: Any, name: str, after: int = 0) -> Iterator[threading.Event]:
+    """Hold up whoever calls a method, after the first few calls, until the end of this.
+
+    Yields:
+        What is set once somebody is held up.
+    """
+    is_held, go_on = threading.Event(), threading.Event()
+    method, calls = getattr(owner, name), iter(range(10**9))
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(calls) >= after:
+            is_held.set()
+            assert go_on.wait(ANSWER_SECONDS)
+        return method(*arguments, **options)
+
+    with mock.patch.object(owner, name, call):
+        try:
+            yield is_held
+        finally:
+            go_on.set()
 
 
 def tokens_to(node: Block) -> list[int]:

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_lm_kvcache_plugin.events import Counters, Error, Event, Evict
+from mlx_lm_kvcache_plugin.events import Counters, Error, Event, Evict, Miss, Reason, Stop
 from mlx_lm_kvcache_plugin.patches.models_cache import leaves_of
 from mlx_lm_kvcache_plugin.patches.prompt_cache import (
     CACHE_TYPES,
@@ -765,7 +765,8 @@ def test_a_failure_is_told_to_the_other_ranks(caplog: pytest.LogCaptureFixture) 
         with mock.patch.object(ours.store, name, side_effect=OSError(name)):
             assert ours.hit([*range(10), 99]) == 0
         assert (other.heard, other.says) == (heard, [])
-        assert ours.events[-1] == Error("fetch", f"OSError: {name}")
+        missed = Miss(11, Stop(Reason.ERROR))
+        assert ours.events[-2:] == [Error("fetch", f"OSError: {name}"), missed]
     assert len(caplog.records) == 2
 
 

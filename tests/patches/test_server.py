@@ -137,6 +137,36 @@ class OtherProvider:
         """Without a draft."""
 
 
+class LoadingProvider:
+    def load(self, model_path: str, adapter_path: Any = None, draft_model_path: Any = None) -> None:
+        """All by itself."""
+
+
+class OtherHandler:
+    """Has its routes elsewhere."""
+
+    def __init__(self, response_generator: Any) -> None: ...
+
+    def do_GET(self) -> None: ...
+
+    def do_POST(self) -> None: ...
+
+
+class HandlerOfNothing:
+    """Does not say what it asks."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+
+def run_otherwise(host: str, port: int, model_provider: Any) -> None:
+    """With a server of its own."""
+    ResponseGenerator(model_provider, LRUPromptCache())  # type: ignore[name-defined]  # noqa: F821
+
+
+def serve_otherwise(host: str, port: int, response_generator: Any) -> None:
+    """With a handler of its own."""
+
+
 def idle() -> None:
     """Looks up nothing."""
 
@@ -184,6 +214,29 @@ WRONG_SHAPES: dict[str, tuple[str, Any, str]] = {
         "ModelProvider",
         OtherProvider,
         "OtherProvider.load does not take (model_path, adapter_path, draft_model_path)",
+    ),
+    "provider that loads by itself": (
+        "ModelProvider",
+        LoadingProvider,
+        "LoadingProvider.load does not use _load",
+    ),
+    "no request handler": ("APIHandler", None, "mlx_lm.server has no APIHandler"),
+    "no HTTP server": ("_run_http_server", None, "mlx_lm.server has no _run_http_server"),
+    "other HTTP server": (
+        "_run_http_server",
+        serve_otherwise,
+        "serve_otherwise takes no handler_class",
+    ),
+    "run without the HTTP server": (
+        "run",
+        run_otherwise,
+        "run_otherwise does not use _run_http_server",
+    ),
+    "other routes": ("APIHandler", OtherHandler, "OtherHandler.do_OPTIONS does not take ()"),
+    "handler of nothing": (
+        "APIHandler",
+        HandlerOfNothing,
+        "HandlerOfNothing.__init__ takes no response_generator",
     ),
     "main without argparse": ("main", idle, "idle does not use ModelProvider, argparse"),
     "run without our classes": (

@@ -16,11 +16,12 @@ from mlx_lm_kvcache_plugin.hookspecs import hookimpl
 from mlx_lm_kvcache_plugin.options import MIB
 from mlx_lm_kvcache_plugin.patches import serving as serving_module
 from mlx_lm_kvcache_plugin.patches.arguments import StockDefault
+from mlx_lm_kvcache_plugin.patches.bindings import bound
 from mlx_lm_kvcache_plugin.patches.layer_kinds import BuiltInLayerKinds, TokenWise
 from mlx_lm_kvcache_plugin.patches.prompt_cache import PrefixPromptCache
 from mlx_lm_kvcache_plugin.patches.ranks import Ranks
 from mlx_lm_kvcache_plugin.patches.server import REBOUND
-from mlx_lm_kvcache_plugin.patches.serving import FURTHEST, NO_LIMIT, Serving, bound
+from mlx_lm_kvcache_plugin.patches.serving import FURTHEST, NO_LIMIT, Serving
 from mlx_lm_kvcache_plugin.plugins import plugins
 from mlx_lm_kvcache_plugin.settings import Settings
 from tests.patches import cache_objects as objects
@@ -104,7 +105,9 @@ STOCK = {
     "ModelProvider": Provider,
     "ResponseGenerator": Responses,
     "BatchGenerator": Batches,
+    "APIHandler": object,
     "stream_generate": stream_generate,
+    "_run_http_server": lambda *arguments, handler_class: handler_class,
 }
 
 
@@ -147,6 +150,13 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_bound_are_all_names_and_no_others() -> None:
     """Those that the patch takes over."""
     assert set(Server().names) == set(REBOUND)
+
+
+def test_the_server_runs_with_our_request_handler() -> None:
+    """Upstream's own is the default of its functions, which no rebinding reaches."""
+    names = Server().names
+    assert names["_run_http_server"]("host", 8080, None) is names["APIHandler"]
+    assert names["_run_http_server"]("host", 8080, None, handler_class=int) is int
 
 
 def test_a_typed_size_counts_and_a_default_does_not() -> None:

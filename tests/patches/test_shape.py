@@ -98,6 +98,14 @@ def test_parameters(name: str, parameters: tuple[str, ...]) -> None:
         assert reason == f"Upstream.{name} does not take ({', '.join(expected)})"
 
 
+def test_a_parameter() -> None:
+    """It has to have that name; the others may be any."""
+    shape.require_parameter(Upstream.insert, "kind")
+    shape.require_parameter(Upstream.__init__, "cache")
+    reason = refusal(shape.require_parameter, Upstream.insert, "label")
+    assert reason == "Upstream.insert takes no label"
+
+
 def test_a_missing_method_is_refused() -> None:
     """As one with other parameters."""
     reason = refusal(shape.require_parameters, Upstream, {"trim": ("n_bytes",)})
