@@ -21,7 +21,10 @@ NAMES = (
     "store",
     "footprint",
     "hit_rate",
+    "sizing",
     "server",
+    "stats",
+    "page",
     "soak",
     "fidelity",
     "chat",
@@ -34,6 +37,7 @@ NAMES = (
 INSTALLS = {
     "vllm_mlx": "pip install --no-deps vllm-mlx==0.6.0",
     "matplotlib": "pip install matplotlib",
+    "selenium": "pip install selenium",
 }
 """What nothing but a benchmark needs, and how it is installed."""
 

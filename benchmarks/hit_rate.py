@@ -22,7 +22,7 @@ classes; what they hold counts as many bytes as the real thing would, and is not
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -94,10 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> Report:
     """Replay the trace through all stores."""
     budgets, most = (QUICK_BUDGETS, QUICK_REQUESTS) if arguments.quick else (BUDGETS, None)
-    try:
-        requests = read_trace(arguments.trace, most)
-    except (TraceError, OSError) as error:
-        raise SystemExit(f"benchmarks: {error}") from None
+    requests = requests_of(arguments.trace, most)
     rates = replay(requests, budgets)
     prompt_tokens = sum(request.tokens for request in requests)
     data = {
@@ -111,6 +108,14 @@ def measure(arguments: argparse.Namespace) -> Report:
     return Report(list(rows(told, data)), data)
 
 
+def requests_of(trace: Path, most: int | None) -> list[Request]:
+    """The requests of a trace; what is wrong with it is told in one line."""
+    try:
+        return read_trace(trace, most)
+    except (TraceError, OSError) as error:
+        raise SystemExit(f"benchmarks: {error}") from None
+
+
 def replay(requests: Sequence[Request], budgets: Sequence[int]) -> dict[str, list[float]]:
     """The hit rates of each store, one for each budget."""
     rates: dict[str, list[float]] = {name: [] for name in STORES}
@@ -122,10 +127,13 @@ def replay(requests: Sequence[Request], budgets: Sequence[int]) -> dict[str, lis
     return rates
 
 
-def hit_rate(store: Store, requests: Sequence[Request]) -> float:
+def hit_rate(store: Store, requests: Iterable[Request]) -> float:
     """The share of all prompt tokens that was a hit."""
-    hit_tokens = sum(store.serve(request) for request in requests)
-    return hit_tokens / sum(request.tokens for request in requests)
+    hit_tokens = prompt_tokens = 0
+    for request in requests:
+        hit_tokens += store.serve(request)
+        prompt_tokens += request.tokens
+    return hit_tokens / prompt_tokens
 
 
 def rows(told: Mapping[str, float], data: Mapping[str, Any]) -> Iterator[Row]:

@@ -24,7 +24,7 @@ POLL_S = 0.1
 
 LOG_TAIL_LINES = 12
 
-OWN_VARIABLES = ("MLX_LM_KV_CACHE_", "MLX_LM_CACHE_MEMORY_", "MLX_LM_DISABLE_PREFIX_CACHE")
+OWN_VARIABLES = ("MLX_LM_KV_CACHE_", "MLX_LM_CACHE_MEMORY_", "MLX_LM_DISABLE_")
 """The plugin's own settings: the demo's flags alone decide, or the table would lie."""
 
 OPENBLAS_FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")

@@ -15,6 +15,7 @@ from mlx_lm_kvcache_plugin.patches.models_cache import take_apart
 from mlx_lm_kvcache_plugin.plugins import plugins
 from mlx_lm_kvcache_plugin.prefix_cache import BLOCK_TOKENS, PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings
+from mlx_lm_kvcache_plugin.stats.history import History
 from mlx_lm_kvcache_plugin.store.budget import Budget, Memory
 from mlx_lm_kvcache_plugin.store.thinning import GENERATED
 
@@ -36,12 +37,19 @@ class Ours:
         shape: of the model whose keys and values would be stored.
         options: as flags give them.
         limit_bytes: what may be held, index included.
+        history: is told what is asked for and stored.
     """
 
-    def __init__(self, shape: ModelShape, options: Mapping[str, Any], limit_bytes: int) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        options: Mapping[str, Any],
+        limit_bytes: int,
+        history: History | None = None,
+    ) -> None:
         settings = Settings.resolve(options)
         budget = Budget(limit_bytes=limit_bytes, probe=lambda: ENDLESS)
-        self.cache = PrefixCache(settings, plugins().codecs(), budget)
+        self.cache = PrefixCache(settings, plugins().codecs(), budget, history=history)
         packer = sized_packer(shape, settings)
         # Whatever is encoded asks it for a packer; nobody but a replay needs another one.
         self.cache.packers.for_specs = lambda specs: packer  # type: ignore[method-assign]
@@ -50,7 +58,7 @@ class Ours:
         """Fetch for the prompt, then insert it; returns how many of its tokens were a hit."""
         ids: Any = request.token_ids()
         prefix = self.cache.match(MODEL, ids)
-        self.cache.fetch(ids, prefix)
+        self.cache.fetch(ids, prefix, namespace=MODEL)
         self.cache.insert(MODEL, ids, _layers(request.tokens), GENERATED)
         return prefix.tokens if prefix is not None else 0
 
