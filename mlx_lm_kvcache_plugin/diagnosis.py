@@ -37,8 +37,7 @@ def diagnose(
     cause = None
     if history is not None:
         cause = _cause(history, namespace, tokens, [match for _, match in matches], end)
-    # That it was cleared is not worth telling once something like it is stored again.
-    if cause is not None and not (cause is Cause.CLEARED and end):
+    if cause is not None:
         return Stop(Reason.EVICTED, end, cause.value)
     deepest = [(space, match) for space, match in matches if match.tokens == end]
     if end > hit_tokens and any(space.layout.needs_checkpoint for space, _ in deepest):

@@ -165,8 +165,7 @@ class Offload:
     def reach(self, namespace: Hashable, ids: Tokens) -> tuple[int, bool]:
         """How many of these tokens would be of use after `restore`, if all that is found is sound.
 
-        And whether what is found goes on with others there. Changes nothing. Any thread may ask
-        that holds the tree's lock.
+        And whether what is found goes on with others there. Changes nothing. Any thread may ask.
         """
         attached = self._attached.get(namespace)
         if attached is None or not len(ids):

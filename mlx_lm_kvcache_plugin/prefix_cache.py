@@ -60,7 +60,7 @@ class PrefixCache:
     Attributes:
         tree: what is stored.
         spaces: by what its models' layers look like.
-        tier: as it was given.
+        tier, history: as they were given.
         packers: how the tensors of a model are encoded.
     """
 
@@ -83,6 +83,7 @@ class PrefixCache:
         self.packers = SequencePackers(settings, registry)
         self.spaces = Spaces(self.tree, self.packers)
         self.tier = tier
+        self.history = history
         self._recorder = Recorder(self.tree, self.spaces, budget, emit, history)
         self._offload: Offload | None = None
         if tier is not None:
@@ -92,11 +93,6 @@ class PrefixCache:
     def counters(self) -> Counters:
         """Sums over all events."""
         return self._recorder.counters
-
-    @property
-    def history(self) -> History | None:
-        """What was asked for, stored and evicted."""
-        return self._recorder.history
 
     def record(self, event: Event) -> None:
         """Count an event and pass it on."""
@@ -134,6 +130,7 @@ class PrefixCache:
             tokens: of the prompt.
             most: how many tokens it may have.
         """
+        self._recorder.begin()
         longest = len(tokens) - 1 if most is None else min(most, len(tokens) - 1)
         if self._offload is not None:
             tokens = np.array(tokens, np.int64)
@@ -144,11 +141,14 @@ class PrefixCache:
                     self._offload.restore(namespace, wanted)
         return find_longest(self.tree, self.spaces.of(namespace), tokens, longest)
 
-    def reach_on_disk(self, namespace: Hashable, tokens: Sequence[int]) -> tuple[int, bool]:
+    def reach_on_disk(
+        self, namespace: Hashable, tokens: Sequence[int] | Tokens
+    ) -> tuple[int, bool]:
         """What `Offload.reach` says of the tokens that `match` would find."""
-        ids = np.array(tokens, np.int64)
-        wanted = ids[: before_image(ids, len(ids) - 1)]
-        return self._offload.reach(namespace, wanted) if self._offload else (0, False)
+        if self._offload is None:
+            return 0, False
+        ids = np.asarray(tokens, np.int64)
+        return self._offload.reach(namespace, ids[: before_image(ids, len(ids) - 1)])
 
     def fetch(
         self,

@@ -7,7 +7,19 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 from .diagnosis import diagnose
-from .events import Counters, Error, Event, Evict, Hit, Insert, Miss, Restore, Stop
+from .events import (
+    Counters,
+    Error,
+    Event,
+    Evict,
+    Hit,
+    Insert,
+    Miss,
+    Restore,
+    Skip,
+    SkipReason,
+    Stop,
+)
 from .matching import Prefix
 from .spaces import Space, Spaces
 from .stats.history import History
@@ -51,14 +63,21 @@ class Recorder:
         """Count an event and pass it on."""
         if isinstance(event, Restore):
             self._restored_tokens = event.tokens
+        if self.history is not None and not self._budget.is_short and _found_no_room(event):
+            self.history.found_no_room()
         self.counters.count(event)
         self._emit(event)
+
+    def begin(self) -> None:
+        """A prompt is about to be looked up: what was restored for others is no matter of it."""
+        self._restored_tokens = 0
 
     def diagnose(
         self, namespace: Hashable | None, tokens: Sequence[int], prefix: Prefix | None
     ) -> Stop | None:
-        """Why no more of a prompt was found; None too where nobody asks, who names no namespace."""
-        if namespace is not None:
+        """Why no more of a prompt was found; None too where nobody wants to know."""
+        is_told = self.history is not None or logger.isEnabledFor(logging.DEBUG)
+        if namespace is not None and is_told:
             with self._failing_softly("diagnosis"):
                 hit_tokens = prefix.tokens if prefix is not None else 0
                 return diagnose(
@@ -81,10 +100,10 @@ class Recorder:
             self.record(Miss(len(tokens), stop))
         else:
             self.record(Hit(len(tokens), hit_tokens, seconds, stop))
-        restored_tokens, self._restored_tokens = self._restored_tokens, 0
         if self.history is not None and namespace is not None:
-            with self._failing_softly("history"):
-                self.history.asked(namespace, tokens, max(0, hit_tokens - restored_tokens))
+            with self._remembering():
+                in_memory = max(0, hit_tokens - self._restored_tokens)
+                self.history.asked(namespace, tokens, in_memory)
                 if prefix is not None:
                     self._used(prefix.space, prefix.checkpoint or prefix.blocks[-1])
 
@@ -123,7 +142,7 @@ class Recorder:
             len(self._tree),
             self._tree.tokens,
         )
-        with self._failing_softly("history"):
+        with self._remembering():
             self._used(space, tip, ids)
             if self.history is not None:
                 self.history.thinned(needless)
@@ -145,10 +164,16 @@ class Recorder:
             self._tree.evicted = []
             self._tree.evicted_bytes.clear()
             if self.history is not None:
-                with self._failing_softly("history"):
+                with self._remembering():
                     self.history.evicted(gone)
             for cause in blocks:
                 self.record(Evict(blocks[cause], n_bytes[cause], cause.value))
+
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        """Other threads read the history while they hold the tree's lock."""
+        with self._failing_softly("history"), self._tree.lock:
+            yield
 
     @contextmanager
     def _failing_softly(self, operation: str) -> Iterator[None]:
@@ -158,3 +183,10 @@ class Recorder:
         except Exception as error:
             logger.debug("prefix cache: %s failed", operation, exc_info=error)
             self.record(Error(operation, f"{type(error).__name__}: {error}"))
+
+
+def _found_no_room(event: Event) -> bool:
+    """Whether a sequence was larger than all that may be held."""
+    if isinstance(event, Skip):
+        return event.reason is SkipReason.NO_ROOM
+    return isinstance(event, Insert) and event.tokens > 0 and not event.stored_tokens

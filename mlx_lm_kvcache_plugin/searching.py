@@ -10,7 +10,7 @@ from .disk.names import BLOCK, CHECKPOINT, Name
 from .disk.tier import DiskTier, Home
 from .layers import Layout
 from .naming import Naming
-from .store.blocks import Tokens, before_image, common_tokens
+from .store.blocks import Block, Tokens, before_image, common_tokens
 from .store.tree import BlockTree
 
 MOST_CHILDREN = 512
@@ -64,7 +64,8 @@ class Search:
             return (deepest[0] * self.step + deepest[1].tokens if deepest else 0), False
         names, sequence = self.rows()
         if not names:
-            common = self._tree.match(self._space, self.ids).tokens
+            with self._tree.lock:
+                common = self._tree.match(self._space, self.ids).tokens
         else:
             common = common_tokens(sequence.tobytes(), self.ids.tobytes())
         return before_image(self.ids, common), common < len(sequence)
@@ -72,19 +73,24 @@ class Search:
     def rows(self) -> tuple[list[Name], Tokens]:
         """What can be cut anywhere: the files that go on where the tree ends, and all tokens to
         the end of the last one."""
-        way = self._tree.walk(self._space, self.ids)
+        way = self._held_blocks()
         held, depth = len(way), self._depth_on_disk(len(way))
         names = [self.block(place) for place in range(held, depth)]
         sequence = self.ids[: depth * self.step]
         rows = 0
         if depth == held:  # else nothing below it is in memory
-            node = way[-1] if way else self._tree.root(self._space)
-            rows = self._tree.longest_run(node, self.ids[len(sequence) :])[1]
+            with self._tree.lock:
+                node = way[-1] if way else self._tree.root(self._space)
+                rows = self._tree.longest_run(node, self.ids[len(sequence) :])[1]
         child, tokens = self._longest_child(depth, rows)
         if child is not None:
             names.append(child)
             sequence = np.concatenate([sequence, np.frombuffer(tokens, np.int64)])
         return names, sequence
+
+    def _held_blocks(self) -> list[Block]:
+        with self._tree.lock:  # and not for longer: a disk may be slow
+            return self._tree.walk(self._space, self.ids)
 
     def _longest_child(self, depth: int, rows: int) -> tuple[Name | None, bytes]:
         """The file that goes on after so many blocks and shares more than `rows` tokens."""
@@ -101,7 +107,7 @@ class Search:
         """Those behind so many tokens, and how many blocks lead there; the deepest first."""
         deepest = len(self._keys) - 1
         if self._layout.rows:  # as far as these are to be had
-            deepest = self._depth_on_disk(len(self._tree.walk(self._space, self.ids)))
+            deepest = self._depth_on_disk(len(self._held_blocks()))
         for depth in range(deepest, -1, -1):
             start = depth * self.step
             rest = self.ids[start : start + self.step]

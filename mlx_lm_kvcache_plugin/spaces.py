@@ -96,8 +96,9 @@ class Spaces:
 
     def drop(self, namespace: Hashable, cause: Cause = Cause.REPLACED) -> None:
         """Give up all that is stored of a namespace."""
-        for space in self._spaces.pop(namespace, []):
+        for space in self.of(namespace):
             self._tree.drop(space, cause)
+        self._spaces.pop(namespace, None)  # only now: others may be asking what is stored of it
 
     def clear(self) -> None:
         """Give up all that is stored."""

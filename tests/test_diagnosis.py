@@ -157,12 +157,10 @@ def evict(asked: Asked, cause: Cause) -> None:
             cache.trim_to(n_sequences=0)
         case Cause.REPLACED:
             insert(cache, [3, 3, 3], **{**TINY, "layers": 2})
-        case Cause.CLEARED:
-            cache.clear()
 
 
 @pytest.mark.parametrize("length", [2, 4, 6, 14])
-@pytest.mark.parametrize("cause", Cause)
+@pytest.mark.parametrize("cause", [cause for cause in Cause if cause is not Cause.CLEARED])
 def test_what_was_given_up_is_told_with_its_cause(cause: Cause, length: int) -> None:
     """Sequences that are shorter than a block too; until they are stored again."""
     asked = Asked().store(range(length))
@@ -204,13 +202,14 @@ def test_a_few_tokens_are_no_loss() -> None:
     assert asked.ask([1, 2, 3, 4, *[NEW] * 30]) == (0, Stop(Reason.EVICTED, 0, "trim"))
 
 
-def test_what_was_cleared_is_old_news_once_something_like_it_is_stored() -> None:
-    """Whoever clears, sends one request and asks about another wants to know where they part."""
-    asked = Asked().store([1, 2, 3, 4, 5], [1, 2, 6, 7, 8])
+def test_what_was_cleared_was_never_stored() -> None:
+    """Nothing is remembered of what somebody wanted gone, nor of what was evicted before."""
+    asked = Asked().store([1, 2, 3, 4, 5])
+    asked.cache.trim_to(n_bytes=0)
+    asked.store([1, 2, 6, 7, 8])
     asked.cache.clear()
-    assert asked.ask([1, 2, 3, 4, NEW]) == (0, Stop(Reason.EVICTED, 0, "cleared"))
-    asked.store([1, 2, 3, 4, 5])
-    assert asked.ask([1, 2, 6, 7, NEW]) == (2, Stop(Reason.DIVERGED, 2))
+    for prompt in ([1, 2, 3, 4, NEW], [1, 2, 6, 7, NEW]):
+        assert asked.ask(prompt) == (0, Stop(Reason.NOTHING_STORED))
 
 
 def test_a_tail_that_a_longer_one_holds_is_not_gone() -> None:
@@ -254,11 +253,24 @@ def test_a_checkpoint_was_given_up_and_a_shorter_sequence_was_not() -> None:
     assert asked.ask([*range(5), NEW, NEW]) == (5, Stop(Reason.DIVERGED, 5))
 
 
-def test_without_a_history_nobody_knows_what_was_given_up() -> None:
-    """What is stored now is all that is known."""
+def test_without_a_history_nobody_knows_what_was_given_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is stored now is all that is known; and that is told to the log at most, as it costs."""
     asked = Asked(history=None).store(range(14))
     asked.cache.trim_to(n_bytes=0)
-    assert asked.ask(range(15)) == (0, Stop(Reason.NOTHING_STORED, 0))
+
+    def told() -> Stop | None:
+        asked.events.clear()
+        prompt = range(15)
+        asked.cache.fetch(prompt, asked.cache.match(MODEL, prompt), namespace=MODEL)
+        (miss,) = [event for event in asked.events if isinstance(event, Miss)]
+        return miss.stop
+
+    caplog.set_level(logging.INFO, "mlx_lm_kvcache_plugin")
+    assert told() is None
+    caplog.set_level(logging.DEBUG, "mlx_lm_kvcache_plugin")
+    assert told() == Stop(Reason.NOTHING_STORED, 0)
 
 
 # Not restorable

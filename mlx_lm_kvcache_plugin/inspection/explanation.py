@@ -61,13 +61,13 @@ class Explanation:
 def explain(cache: PrefixCache, namespace: Hashable, tokens: Sequence[int]) -> Explanation:
     """What a prompt would hit now. Any thread may ask."""
     tree, ids = cache.tree, np.array(tokens, np.int64)
+    on_disk, goes_on = cache.reach_on_disk(namespace, ids)
     with tree.lock:
         spaces = cache.spaces.of(namespace)
-        found = find_longest(tree, spaces, tokens, max(0, len(tokens) - 1))
+        found = find_longest(tree, spaces, ids, max(0, len(ids) - 1))
         in_memory = found.tokens if found is not None else 0
-        on_disk, goes_on = cache.reach_on_disk(namespace, tokens)
         hit_tokens = max(in_memory, on_disk)
-        stop = diagnose(tree, cache.spaces, cache.history, namespace, tokens, hit_tokens)
+        stop = diagnose(tree, cache.spaces, cache.history, namespace, ids, hit_tokens)
         if stop is not None and hit_tokens > stop.token:  # which is all that memory knows of it
             stop = Stop(Reason.DIVERGED if goes_on else Reason.NOTHING_STORED, hit_tokens)
         commons = [(space, tree.match(space, ids)) for space in spaces if tree.has(space)]

@@ -39,12 +39,14 @@ def report(
     statistics: Statistics,
     models: Models,
     shows_text: bool,
+    lists_sequences: bool = True,
 ) -> dict[str, Any]:
     """What is held, asked for and evicted; docs/statistics.md tells each. Any thread may ask.
 
     Args:
         cache: None if nothing is kept.
         shows_text: whether whoever asks may see what prompts say, and where files lie.
+        lists_sequences: whether to tell what is stored one by one.
     """
     told = statistics.told()
     restored_tokens = told.pop("restored_tokens")
@@ -63,12 +65,14 @@ def report(
             "block_tokens": BLOCK_TOKENS if cache is None else cache.tree.block_tokens,
         },
         **told,
-        **_held(cache, models, shows_text),
+        **_held(cache, models, shows_text, lists_sequences),
         "disk": _disk(settings, cache, restored_tokens, shows_text),
     }
 
 
-def _held(cache: PrefixCache | None, models: Models, shows_text: bool) -> dict[str, Any]:
+def _held(
+    cache: PrefixCache | None, models: Models, shows_text: bool, lists_sequences: bool
+) -> dict[str, Any]:
     """What the tree holds: read while nothing changes, told when it may change again."""
     if cache is None:
         return {
@@ -79,7 +83,7 @@ def _held(cache: PrefixCache | None, models: Models, shows_text: bool) -> dict[s
         }
     with cache.tree.lock:
         tallies = [(root, root.tally + Tally()) for root in cache.tree.roots()]
-        listing = list_sequences(cache.tree)
+        listing = list_sequences(cache.tree, None if lists_sequences else 0)
     budget = cache.budget
     predicted = cache.history.predicted if cache.history is not None else Predicted()
     total = sum((tally for _, tally in tallies), Tally())

@@ -15,7 +15,7 @@ from ..store.blocks import Block, Root, common_tokens
 from ..store.tree import BlockTree
 
 MOST_SEQUENCES = 100
-MOST_NODES = 20_000
+MOST_NODES = 4000
 """So that it takes no longer than some ten milliseconds, in which nothing can be stored."""
 
 FIRST_TOKENS, COMMON_TOKENS = 24, 4
@@ -76,14 +76,19 @@ class Listing:
         }
 
 
-def list_sequences(tree: BlockTree) -> Listing:
-    """List what a tree holds. The caller holds its lock."""
+def list_sequences(tree: BlockTree, most: int | None = None) -> Listing:
+    """List what a tree holds. The caller holds its lock.
+
+    Args:
+        most: how many sequences to list; by default `MOST_SEQUENCES`.
+    """
+    most = MOST_SEQUENCES if most is None else most
     below: defaultdict[Block, list[Block]] = defaultdict(list)
     shown = ways = 0
     for node in islice(reversed(tree), MOST_NODES):  # parents come before their children
         assert node.parent is not None
         ways += isinstance(node.parent, Root) or node.parent in below
-        if ways > MOST_SEQUENCES:
+        if ways > most:
             break
         below[node.parent].append(node)
         shown += not node.children

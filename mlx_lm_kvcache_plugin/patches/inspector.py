@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from copy import copy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,19 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "default_model"
 """Upstream's word for the model that the server was started with."""
+
+NAMES_OF_PROVIDER = (
+    "_adapter_map",
+    "_draft_model_map",
+    "_model_map",
+    "cli_args",
+    "model_key",
+    "tokenizer",
+)
+"""What upstream's `ModelProvider.load` looks at."""
+
+CHANGES_TOKENIZER = {"max_length", "padding", "tokenizer_kwargs", "truncation"}
+"""Arguments of a template that change the settings of the one tokenizer that all threads have."""
 
 LONGEST_WORDS = 200
 """Characters of what a run of tokens says."""
@@ -38,18 +50,19 @@ class ServerInspector:
         self._provider = generator.model_provider
         self._tokenize = tokenize
 
-    def stats(self, shows_text: bool) -> dict[str, Any]:
+    def stats(self, shows_text: bool, lists_sequences: bool = True) -> dict[str, Any]:
         """All that is told; see docs/statistics.md."""
         serving = self._serving
         assert serving.statistics is not None  # else nobody asks
         face = serving.face
         cache = face.cache if face is not None else None
         models = Models(serving.name_of, self._is_loaded, self._words)
-        return report(serving.settings, cache, serving.statistics, models, shows_text)
+        statistics, settings = serving.statistics, serving.settings
+        return report(settings, cache, statistics, models, shows_text, lists_sequences)
 
     def metrics(self, accept: str) -> tuple[bytes, str]:
         """The same for Prometheus, and its content type."""
-        return exposition(self.stats(shows_text=False), accept)
+        return exposition(self.stats(shows_text=False, lists_sequences=False), accept)
 
     def clear(self, memory_alone: bool) -> dict[str, int]:
         """Drop everything, in memory alone or on disk too."""
@@ -74,8 +87,7 @@ class ServerInspector:
 
     def _loaded(self, body: dict[str, Any]) -> tuple[Hashable, Any]:
         """The loaded model's namespace and its tokenizer, if it is the one that a body asks for."""
-        provider = copy(self._provider)  # as it is now
-        provider.model = provider.draft_model = None  # whose arrays are not to die here
+        provider = _names_of(self._provider)
         key, tokenizer = provider.model_key, provider.tokenizer
         if key is None or tokenizer is None:
             raise Refusal(503, "no model is loaded yet: try again, or send a request first")
@@ -94,7 +106,10 @@ class ServerInspector:
     def _tokens(self, tokenizer: Any, body: dict[str, Any]) -> list[int]:
         """The prompt that upstream would make of a body."""
         request = _request_of(body)
-        args = SimpleNamespace(chat_template_kwargs=body.get("chat_template_kwargs"))
+        template = body.get("chat_template_kwargs")
+        if isinstance(template, dict) and (changing := template.keys() & CHANGES_TOKENIZER):
+            raise Refusal(400, f"{', '.join(sorted(changing))} would change the tokenizer")
+        args = SimpleNamespace(chat_template_kwargs=template)
         try:
             # Tokenizers encode on several threads at once, as long as none changes their settings.
             prompt, *_ = self._tokenize(self._generator, tokenizer, request, args)
@@ -110,6 +125,19 @@ class ServerInspector:
         if tokenizer is None or not self._is_loaded(namespace):
             return None  # another one would say something else
         return _text(tokenizer, tokens)[:LONGEST_WORDS]
+
+
+def _names_of(provider: Any) -> Any:
+    """A provider that knows the names of the loaded model, and never held the model.
+
+    Whoever holds it last ends its arrays, which a client's thread must not.
+    """
+    names = object.__new__(type(provider))
+    for name in NAMES_OF_PROVIDER:
+        if hasattr(provider, name):
+            setattr(names, name, getattr(provider, name))
+    names.model = names.draft_model = None
+    return names
 
 
 def _request_of(body: dict[str, Any]) -> SimpleNamespace:

@@ -131,8 +131,8 @@ class Serving:
         needs = False
         try:
             if face.cache is not None:
+                self._attach(face, face.cache, provider)
                 with face.lock:
-                    self._attach(face.cache, provider)
                     face.cache.prefer(provider.model_key)
                 needs = needs_checkpoints(empty_caches(provider.model), self.kinds)
         except Exception as error:
@@ -148,7 +148,7 @@ class Serving:
         self._checkpoint_tokens = face.ranks.agree(lambda most: min(every, most), FURTHEST)
         self._announce(face.cache, provider)
 
-    def _attach(self, cache: PrefixCache, provider: Any) -> None:
+    def _attach(self, face: PrefixPromptCache, cache: PrefixCache, provider: Any) -> None:
         """Tell the cache which model goes by this key now; else it has no place on disk."""
         try:
             flags, draft_model = self._flags, getattr(provider, "draft_model", None)
@@ -159,7 +159,8 @@ class Serving:
                 treatment = IN_BATCH if has_states(caches, self.kinds) else None
             identity = identify(provider.model, treatment, draft_model)
             name = self.name_of(provider.model_key)
-            attach(cache, provider.model_key, identity, models, self.kinds, name)
+            with face.lock:  # but not while all weights are read
+                attach(cache, provider.model_key, identity, models, self.kinds, name)
         except Exception as error:
             logger.warning("prefix cache: the model itself cannot be told: %r", error)
 

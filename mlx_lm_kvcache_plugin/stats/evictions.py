@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..store.blocks import Block, chain_of, common_tokens
 from ..store.eviction import Cause, Evicted
@@ -25,9 +25,9 @@ class RecentEvictions:
         self._causes: OrderedDict[tuple[int, bytes], Cause] = OrderedDict()
         self._keys: defaultdict[int, list[bytes]] = defaultdict(list)  # in order, by parent
 
-    def add(self, evicted: Iterable[Evicted]) -> None:
+    def add(self, evicted: Sequence[Evicted]) -> None:
         """Remember these."""
-        for node in evicted:
+        for node in evicted[-MOST_REMEMBERED:]:
             if not node.key:
                 continue  # a checkpoint: what bore it tells the same
             place = (node.parent, node.key)
@@ -38,6 +38,11 @@ class RecentEvictions:
         while len(self._causes) > MOST_REMEMBERED:
             self._forget(*next(iter(self._causes)))
 
+    def clear(self) -> None:
+        """Forget all."""
+        self._causes.clear()
+        self._keys.clear()
+
     def forget(self, nodes: Iterable[Block]) -> None:
         """These are stored again."""
         for node in nodes if self._causes else ():
@@ -46,8 +51,9 @@ class RecentEvictions:
 
     def _forget(self, parent: int, key: bytes) -> None:
         if self._causes.pop((parent, key), None) is not None:
-            self._keys[parent].remove(key)
-            if not self._keys[parent]:
+            keys = self._keys[parent]
+            del keys[bisect_left(keys, key)]
+            if not keys:
                 del self._keys[parent]
 
     def cause(self, chain: int, keys: Iterable[bytes], least_tokens: int) -> Cause | None:

@@ -9,14 +9,14 @@ hold, and needs no tensors. (The ghost lists of ARC: Megiddo and Modha, FAST 200
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from ..store.blocks import CHECKPOINT, TOKEN_BYTES, chain_of
 
 LEAST_KEYS, MOST_KEYS = 1 << 12, 1 << 19
 """How many chains a list may have, whatever the limit."""
 
-BYTES_A_KEY = 1 << 15
+BYTES_A_KEY = 1 << 16
 """Of the limit, for each chain that a list may have: all lists together take about 1% of it."""
 
 
@@ -66,6 +66,11 @@ class GhostList:
         root = self._roots.pop(chain, None)
         if root is not None:
             self._counts[root] -= 1
+
+    def discard_roots(self, roots: Container[int]) -> None:
+        """Give up all below these."""
+        for chain in [chain for chain, root in self._roots.items() if root in roots]:
+            self.discard(chain)
 
     def clear(self) -> None:
         """Give up all."""
@@ -156,6 +161,11 @@ class Ghosts:
         for chain in chains:
             for ghosts in self.lists.values():
                 ghosts.discard(chain)
+
+    def forget_roots(self, roots: Container[int]) -> None:
+        """All below these was given up, whatever the limit."""
+        for ghosts in self.lists.values():
+            ghosts.discard_roots(roots)
 
     def clear(self) -> None:
         """Everything was given up, whatever the limit."""

@@ -55,6 +55,7 @@ class History:
         self._evictions = RecentEvictions(block_tokens)
         self._ghosts = Ghosts(SCALES, block_tokens)
         self._roots: OrderedDict[Hashable, dict[int, bool]] = OrderedDict()
+        self._told_scales = set(SCALES)
 
     def roots(self, namespace: Hashable) -> list[int]:
         """The chains that sequences of a namespace began with, whether or not any is left."""
@@ -62,9 +63,14 @@ class History:
 
     def evicted(self, nodes: Sequence[Evicted]) -> None:
         """These were given up."""
-        self._evictions.add(nodes)
-        if any(node.cause in (Cause.CLEARED, Cause.REPLACED) for node in nodes):
+        causes = {node.cause for node in nodes}
+        if Cause.CLEARED in causes:
             self._ghosts.clear()  # whoever had more memory would have lost them too
+            self._evictions.clear()  # nothing is kept of what was to go
+            return
+        if Cause.REPLACED in causes:
+            self._ghosts.forget_roots({n.parent for n in nodes if n.cause is Cause.REPLACED})
+        self._evictions.add(nodes)
 
     def cause(
         self, chain: int, following: Sequence[int] | Tokens, held_tokens: int
@@ -79,6 +85,10 @@ class History:
         """
         lost_tokens = max(1, min(self._step, (len(following) - held_tokens) // 2))
         return self._evictions.cause(chain, self._keys(following), held_tokens + lost_tokens)
+
+    def found_no_room(self) -> None:
+        """A sequence is larger than the budget: what a larger one would have held is not known."""
+        self._told_scales = {scale for scale in SCALES if scale < 1}
 
     def thinned(self, checkpoints: Sequence[Block]) -> None:
         """Later ones have made these needless, whatever the limit."""
@@ -148,7 +158,7 @@ class History:
             {
                 scale: before.at[scale] + self._hit(scale, hit_tokens, held[scale])
                 for scale in before.at
-                if not self._ghosts.lists[scale].is_cut
+                if scale in self._told_scales and not self._ghosts.lists[scale].is_cut
             },
         )
 

@@ -226,14 +226,14 @@ class BlockTree(Lookup):
                 break
             self._evict(victim, cause)
 
-    @_exclusive
     def drop(self, namespace: Hashable, cause: Cause) -> None:
-        """Evict all of a namespace."""
-        while namespace in self._roots:
-            node: Block = self._roots[namespace]
-            while node.children:
-                node = next(iter(node.children.values()))
-            self._evict(node, cause)
+        """Evict all of a namespace, node by node, so that nobody waits for all of it."""
+        nodes: list[Block] = [self._roots[namespace]] if namespace in self._roots else []
+        for node in nodes:  # which grows meanwhile
+            nodes += node.children.values()
+        for node in reversed(nodes[1:]):
+            if node in self:  # not gone already with the last one that it bore
+                self._evict(node, cause)
 
     def _victim(self) -> Block | None:
         """The least recently used leaf; None if all that is left is being added to."""

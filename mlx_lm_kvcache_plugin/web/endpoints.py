@@ -16,7 +16,8 @@ from . import access, page
 
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
 
-LONGEST_BODY_BYTES = 16 << 20
+LONGEST_BODY_BYTES = 2 << 20
+"""A prompt of half a million tokens; it is made into tokens while others wait for Python's lock."""
 
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _LONGEST_LINE = 300

@@ -165,7 +165,7 @@ def small_lists(monkeypatch: pytest.MonkeyPatch, least: int, most: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit_bytes", "most"), [(0, 4), (5 << 15, 5), (7 << 15, 7), (100 << 15, 8)]
+    ("limit_bytes", "most"), [(0, 4), (5 << 16, 5), (7 << 16, 7), (100 << 16, 8)]
 )
 def test_the_number_of_chains_is_bounded(
     monkeypatch: pytest.MonkeyPatch, limit_bytes: int, most: int

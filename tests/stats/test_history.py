@@ -362,3 +362,17 @@ def test_a_history_that_fails_spoils_nothing(monkeypatch: pytest.MonkeyPatch) ->
         assert operations == {"diagnosis" if is_asked else "history"}
         assert (hit.stop is None) == is_asked
         assert hit.stop is None or hit.stop.reason is Reason.NOTHING_STORED
+
+
+def test_nothing_is_told_of_larger_budgets_once_something_was_too_large() -> None:
+    """What a larger one would have held is not known: better nothing than "no more than 0%"."""
+    cache = make_cache(limit_bytes=60_000, history=History(STEP))
+
+    def told_after(tokens: Sequence[int], state_bytes: int) -> set[float]:
+        insert(cache, tokens, label=USER, **{**TINY, "state_bytes": state_bytes})
+        cache.fetch([*tokens, 7], cache.match(MODEL, [*tokens, 7]), namespace=MODEL)
+        assert cache.history is not None
+        return set(cache.history.predicted.at)
+
+    assert told_after(range(8), 30_000) == set(SCALES)
+    assert told_after(range(12), 100_000) == {0.5}

@@ -278,7 +278,7 @@ def test_bodies_that_are_not_read(lengths: list[str], others: dict[str, str], st
     response = answer(replace(given, read=unread), inspector)
     assert response is not None
     assert (response.status, inspector.asked) == (status, [])
-    assert ("Content-Length" if status < 413 else "16 MiB") in error(response)
+    assert ("Content-Length" if status < 413 else "2 MiB") in error(response)
 
 
 @pytest.mark.parametrize(

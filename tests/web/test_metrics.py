@@ -151,7 +151,7 @@ STATES = {
     "without_text": figures.without_text(),
     "empty": figures.empty(),
     "disabled": figures.disabled(),
-    "in_trouble": figures.in_trouble(),
+    "in_trouble": {**figures.busy(), **figures.trouble()},
 }
 LABELS = ("model", "reason", "cause", "operation", "scale")
 
