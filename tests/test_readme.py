@@ -17,7 +17,8 @@ def results(name: str) -> dict:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-SHOWN = ("store", "hit_rate", "server", "fidelity", "soak", "footprint", "chat", "restart")
+SHOWN = ("store", "hit_rate", "sizing", "server", "stats", "page", "fidelity", "soak", "footprint")
+SHOWN += ("chat", "restart")
 
 
 @pytest.mark.parametrize(
