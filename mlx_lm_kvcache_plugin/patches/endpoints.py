@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ..web.endpoints import Request, Response, answer, is_ours
+from ..web.endpoints import answer, is_ours
+from ..web.messages import Request, Response
 from .inspector import ServerInspector
 
 if TYPE_CHECKING:

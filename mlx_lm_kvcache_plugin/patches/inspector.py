@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..inspection.clearing import clear
 from ..inspection.explanation import Explanation, explain
 from ..inspection.report import Models, report
-from ..web.endpoints import Refusal
+from ..web.messages import Refusal
 from ..web.metrics import exposition
 
 if TYPE_CHECKING:

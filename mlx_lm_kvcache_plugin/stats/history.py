@@ -51,7 +51,7 @@ class History:
 
     def __init__(self, block_tokens: int) -> None:
         self.predicted = Predicted()
-        self.block_tokens = self._step = block_tokens
+        self.block_tokens = block_tokens
         self._evictions = RecentEvictions(block_tokens)
         self._ghosts = Ghosts(SCALES, block_tokens)
         self._roots: OrderedDict[Hashable, dict[int, bool]] = OrderedDict()
@@ -83,7 +83,7 @@ class History:
         Args:
             held_tokens: how many of these tokens are held elsewhere.
         """
-        lost_tokens = max(1, min(self._step, (len(following) - held_tokens) // 2))
+        lost_tokens = max(1, min(self.block_tokens, (len(following) - held_tokens) // 2))
         return self._evictions.cause(chain, self._keys(following), held_tokens + lost_tokens)
 
     def found_no_room(self) -> None:
@@ -119,14 +119,14 @@ class History:
             self._roots.popitem(last=False)
         self._evictions.forget(path)
         if not has_checkpoints:
-            chains = [node.chain for node in path if node.tokens == self._step]
-            for key in self._keys(tokens[len(chains) * self._step :]):
-                if len(key) == self._step * TOKEN_BYTES:
+            chains = [node.chain for node in path if node.tokens == self.block_tokens]
+            for key in self._keys(tokens[len(chains) * self.block_tokens :]):
+                if len(key) == self.block_tokens * TOKEN_BYTES:
                     chains.append(chain_of(chains[-1] if chains else root.chain, key))
             self._use(root, chains, root.tally.blocks, limit)
         elif not tip.tokens:
             behind = path[-2] if len(path) > 1 else root
-            is_tail = 0 < behind.tokens < self._step
+            is_tail = 0 < behind.tokens < self.block_tokens
             block = behind.parent if is_tail else behind
             if block is not None:
                 self._ghosts.note_checkpoint(block.chain, behind.tokens if is_tail else 0)
@@ -166,12 +166,12 @@ class History:
         """What a prompt would have hit with another budget; what was hit is known to the token."""
         if scale > 1:
             return max(hit_tokens, held_tokens)
-        return hit_tokens if held_tokens > hit_tokens - self._step else held_tokens
+        return hit_tokens if held_tokens > hit_tokens - self.block_tokens else held_tokens
 
     def _keys(self, tokens: Sequence[int] | Tokens) -> Iterator[bytes]:
         """The tokens of a prompt's blocks, the last of which need not be whole."""
-        width = self._step * TOKEN_BYTES
-        at_once = self._step * max(1, LOOKED_AT_ONCE // self._step)
+        width = self.block_tokens * TOKEN_BYTES
+        at_once = self.block_tokens * max(1, LOOKED_AT_ONCE // self.block_tokens)
         for start in range(0, len(tokens), at_once):
             data = np.asarray(tokens[start : start + at_once], np.int64).tobytes()
             yield from (data[place : place + width] for place in range(0, len(data), width))

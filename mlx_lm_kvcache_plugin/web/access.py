@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import re
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .endpoints import Request
+from .messages import Request
 
 PAGE = "/cache"
 """The path of the status page."""

@@ -9,10 +9,11 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from . import access, page
+from .messages import SAFETY, Refusal, Request, Response
 
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
 
@@ -22,72 +23,6 @@ LONGEST_BODY_BYTES = 2 << 20
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _LONGEST_LINE = 300
 """Characters: what a client sent may be part of an error, and is not sent back at length."""
-
-_SAFETY = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request of which the body was not read yet.
-
-    Attributes:
-        target: path and query, as in its first line.
-        headers: by name in any case; `items()` has all of a name that comes more than once.
-        peer: the client's IP address.
-        hosts: names and addresses that the server goes by, beside loopback; without port and
-            brackets.
-        port: that the server listens on.
-        read: reads so many bytes of the body, fewer where it ends.
-    """
-
-    method: str
-    target: str
-    headers: Mapping[str, str]
-    peer: str
-    hosts: frozenset[str]
-    port: int
-    read: Callable[[int], bytes]
-
-    @property
-    def path(self) -> str:
-        """The target without its query."""
-        return self.target.partition("?")[0]
-
-    @property
-    def query(self) -> str:
-        """What follows the question mark."""
-        return self.target.partition("?")[2]
-
-    def values(self, name: str) -> list[str]:
-        """All headers of a name."""
-        return [value for key, value in self.headers.items() if key.lower() == name.lower()]
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """What to send back.
-
-    Attributes:
-        headers: others than those of the content's type and length.
-    """
-
-    status: int
-    content_type: str
-    body: bytes
-    headers: Mapping[str, str] = field(default_factory=lambda: dict(_SAFETY))
-
-
-class Refusal(Exception):
-    """A request is not answered; says with which status, and why in one line."""
-
-    def __init__(self, status: int, line: str) -> None:
-        super().__init__(line)
-        self.status = status
-        self.line = line
 
 
 class Inspector(Protocol):
@@ -220,7 +155,7 @@ def _read(request: Request, nbytes: int) -> bytes:
 
 def _json(status: int, value: object, headers: Mapping[str, str] | None = None) -> Response:
     body = json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
-    return Response(status, "application/json", body, {**_SAFETY, **(headers or {})})
+    return Response(status, "application/json", body, {**SAFETY, **(headers or {})})
 
 
 def _error(status: int, line: str, headers: Mapping[str, str] | None = None) -> Response:

@@ -18,7 +18,7 @@ from mlx_lm_kvcache_plugin.patches.endpoints import Body, request_of, respond, w
 from mlx_lm_kvcache_plugin.patches.serving import Serving
 from mlx_lm_kvcache_plugin.settings import Settings
 from mlx_lm_kvcache_plugin.stats.statistics import Statistics
-from mlx_lm_kvcache_plugin.web.endpoints import Response
+from mlx_lm_kvcache_plugin.web.messages import Response
 
 HEAD = "GET {} HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

@@ -9,11 +9,11 @@ from unittest import mock
 import mlx_lm.server
 import pytest
 
-from mlx_lm_kvcache_plugin.patches.inspector import ServerInspector
+from mlx_lm_kvcache_plugin.patches.inspector import ServerInspector, _names_of
 from mlx_lm_kvcache_plugin.patches.serving import Serving
 from mlx_lm_kvcache_plugin.settings import Settings
 from mlx_lm_kvcache_plugin.stats.statistics import Statistics
-from mlx_lm_kvcache_plugin.web.endpoints import Refusal
+from mlx_lm_kvcache_plugin.web.messages import Refusal
 
 KEY = ("path/to/model", None, None)
 
@@ -132,6 +132,22 @@ def test_no_prompt_can_be_made_of_it(body: dict[str, Any], line: str) -> None:
     """What upstream would not take, and images: what they are is known once they are computed."""
     refused = refusal(make_inspector(make_provider()), body)
     assert refused.status == 400 and line in refused.line
+
+
+@pytest.mark.parametrize("name", ["truncation", "max_length", "padding", "tokenizer_kwargs"])
+def test_nobody_changes_the_tokenizer_of_others(name: str) -> None:
+    """What a template may be given as well would cut the prompts of requests under way."""
+    body = {"messages": [{"content": "hello"}], "chat_template_kwargs": {name: 3, "kind": 1}}
+    refused = refusal(make_inspector(make_provider()), body)
+    assert (refused.status, refused.line) == (400, f"{name} would change the tokenizer")
+
+
+def test_a_provider_without_its_model() -> None:
+    """Whoever asks what would be loaded never holds what is: its arrays must not die there."""
+    provider = make_provider()
+    names = _names_of(provider)
+    assert names.model is None and provider.model is not None
+    assert names.load("default_model", None, "default_model") == (None, provider.tokenizer)
 
 
 def test_words_are_those_of_the_loaded_model() -> None:

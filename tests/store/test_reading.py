@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -225,3 +226,15 @@ def test_an_insertion_can_be_read_between_its_steps() -> None:
         put(tree, letters)
         put_checkpoint(tree, letters, "other", row_bytes=100)
     assert tree.evicted and lock.taken > 50
+
+
+def test_dropping_looks_at_each_node_once() -> None:
+    """A model's tree may be deep and wide: what is above a node is not walked anew for each."""
+    tree = make_tree()
+    for letters in ("abcdefgh", "abxy", "cd", "abcdmnop"):
+        put(tree, letters)
+    nodes = len(tree)
+    with mock.patch.object(tree, "remove", side_effect=tree.remove) as remove:
+        tree.drop(MODEL, Cause.CLEARED)
+    assert remove.call_count == nodes == len(tree.evicted) and not len(tree)
+    tree.check()

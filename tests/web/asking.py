@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from email.message import Message
 
-from mlx_lm_kvcache_plugin.web.endpoints import Request
+from mlx_lm_kvcache_plugin.web.messages import Request
 
 PORT = 8080
 HOSTS = frozenset({"mac.local", "192.168.1.5", "::ffff:10.0.0.7", "fd00:0::5"})

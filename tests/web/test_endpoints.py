@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvcache_plugin.web import endpoints, page
-from mlx_lm_kvcache_plugin.web.endpoints import LONGEST_BODY_BYTES, Refusal, Response, answer
+from mlx_lm_kvcache_plugin.web.endpoints import LONGEST_BODY_BYTES, answer
+from mlx_lm_kvcache_plugin.web.messages import Refusal, Response
 from tests.web import figures
 from tests.web.asking import LOCAL, request
 
