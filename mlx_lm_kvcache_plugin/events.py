@@ -75,7 +75,8 @@ class Hit:
         prompt_tokens: tokens of the prompt.
         hit_tokens: those that need not be computed.
         seconds: for decoding them and handing them over.
-        stop: why they are no more; None where only the last token has to be computed.
+        stop: why they are no more; None where only the last token has to be computed, or where
+            nobody keeps statistics.
     """
 
     prompt_tokens: int
