@@ -53,6 +53,15 @@ class Stop:
                 return f"a layer is not restorable before token {self.token:,}"
         return str(self.reason.value)
 
+    def told(self) -> dict[str, str | int | None]:
+        """As JSON holds it."""
+        return {
+            "reason": self.reason.value,
+            "token": self.token,
+            "cause": self.cause or None,
+            "text": str(self),
+        }
+
 
 class SkipReason(enum.StrEnum):
     """Why a sequence was not stored."""

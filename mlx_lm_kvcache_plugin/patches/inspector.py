@@ -174,13 +174,7 @@ def _told(explanation: Explanation, model: str, tokenizer: Any) -> dict[str, Any
         "prompt_tokens": explanation.prompt_tokens,
         "hit_tokens": explanation.hit_tokens,
         "on_disk_tokens": explanation.on_disk_tokens,
-        "stop": stop
-        and {
-            "reason": stop.reason.value,
-            "token": stop.token,
-            "cause": stop.cause or None,
-            "text": str(stop),
-        },
+        "stop": stop and stop.told(),
         "nearest": nearest
         and {
             "common_tokens": nearest.common_tokens,

@@ -146,8 +146,7 @@ class History:
         held = dict.fromkeys(SCALES, 0)
         for root, has_checkpoints in self._roots.get(namespace, {}).items():
             if has_checkpoints:
-                keys = list(self._keys(tokens))
-                found = self._ghosts.held_checkpoints(root, keys, most)
+                found = self._ghosts.held_checkpoints(root, self._keys(tokens), most)
             else:
                 found = self._ghosts.held_blocks(root, self._keys(tokens))
             held = {scale: max(held[scale], min(most, found[scale])) for scale in SCALES}

@@ -218,8 +218,5 @@ def _told(miss: Shortfall, now: float) -> dict[str, Any]:
         "age_seconds": now - miss.at,
         "prompt_tokens": miss.prompt_tokens,
         "hit_tokens": miss.hit_tokens,
-        "reason": miss.stop.reason.value,
-        "token": miss.stop.token,
-        "cause": miss.stop.cause or None,
-        "text": str(miss.stop),
+        **miss.stop.told(),
     }
