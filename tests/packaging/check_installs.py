@@ -133,8 +133,10 @@ def check_kind(kind: Kind, target: Environment) -> None:
     check_start_up_files(target.site_packages)
     text = target.server_help()
     check(GROUP in text, "mlx_lm.server --help lacks our group")
-    last_flag = [line for line in text.splitlines() if line.startswith("  --")][-1]
-    check("--disable-prefix-cache" in last_flag, "our group is not the last one")
+    ours = text.partition(GROUP)[2].splitlines()[1:]
+    titles = [line for line in ours if line and not line.startswith(" ")]
+    check(not titles, f"our group is not the last one, there follows {titles}")
+    check(any(line.startswith("  --kv-cache-bits") for line in ours), "our group lacks its flags")
     check(GROUP not in target.server_help(MLX_LM_KVCACHE_PLUGIN_DISABLE="1"), "it stays when off")
     kind.uninstall()
     left = target.files_of_ours()
