@@ -165,7 +165,8 @@ class Offload:
     def reach(self, namespace: Hashable, ids: Tokens) -> tuple[int, bool]:
         """How many of these tokens would be of use after `restore`, if all that is found is sound.
 
-        And whether what is found goes on with others there. Changes nothing. Any thread may ask.
+        And whether what is found goes on with others there. Changes nothing, not even a broken
+        file's place. Any thread may ask.
         """
         attached = self._attached.get(namespace)
         if attached is None or not len(ids):
@@ -174,14 +175,16 @@ class Offload:
         return max(
             (
                 self._search(attached, text, spaces.get(layout), layout, ids).reach()
-                for layout, text in self._layouts(namespace, attached)
+                for layout, text in self._layouts(namespace, attached, sets_aside=False)
             ),
             default=(0, False),
         )
 
-    def _layouts(self, namespace: Hashable, attached: Attached) -> Iterator[tuple[Layout, str]]:
+    def _layouts(
+        self, namespace: Hashable, attached: Attached, *, sets_aside: bool = True
+    ) -> Iterator[tuple[Layout, str]]:
         """Those on disk that can be of this model, and their texts."""
-        for digest, text in self._tier.layouts(attached.home).items():
+        for digest, text in self._tier.layouts(attached.home, sets_aside=sets_aside).items():
             layout = attached.layout(digest, text)
             if layout is not None and self._spaces.fits(namespace, layout):
                 yield layout, text

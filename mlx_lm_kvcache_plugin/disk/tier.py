@@ -39,6 +39,9 @@ REMEMBERED_TOKENS = 4096
 
 PAUSE_SECONDS = 60.0
 
+UNREADABLE = (OSError, MemoryError, BrokenFile)
+"""What comes of reading a file, whether or not it is the file's fault."""
+
 T = TypeVar("T")
 
 
@@ -97,11 +100,16 @@ class DiskTier:
         """What all files of ours have, as far as this process knows."""
         return self._limit.used_bytes
 
-    def layouts(self, home: Home) -> dict[bytes, str]:
-        """The texts of the layouts that a namespace's records have, by their digests."""
+    def layouts(self, home: Home, *, sets_aside: bool = True) -> dict[bytes, str]:
+        """The texts of the layouts that a namespace's records have, by their digests.
+
+        Args:
+            sets_aside: see `tokens_of`.
+        """
         found: dict[bytes, str] = {}
         for path in self._folder.layouts(home):
-            layout = self._examine(path, partial(read_layout, os.path.basename(path)))
+            look = partial(read_layout, os.path.basename(path))
+            layout = self._examine(path, look, sets_aside)
             if layout:
                 found[layout[0]] = layout[1]
         return found
@@ -130,14 +138,19 @@ class DiskTier:
             return False
         return stat.S_ISREG(status.st_mode)
 
-    def tokens_of(self, home: Home, name: Name) -> bytes | None:
+    def tokens_of(self, home: Home, name: Name, *, sets_aside: bool = True) -> bytes | None:
         """A record's tokens, from the head of its file; they have the key of its name.
 
         They are remembered, so the file may be gone by now.
+
+        Args:
+            sets_aside: what is broken; else it is left where it is, and nothing is counted.
         """
         try:
             return self._tokens(home.namespace, name)
-        except LookupError:
+        except UNREADABLE as error:
+            if sets_aside:
+                self._failed(self._folder.record(home, name), error)
             return None
 
     def read(self, home: Home, name: Name) -> Record | None:
@@ -205,28 +218,27 @@ class DiskTier:
         return False
 
     def _read_tokens(self, namespace: bytes, name: Name) -> bytes:
-        path = self._folder.record(Home(namespace, {}), name)
-        tokens = self._examine(path, partial(read_tokens, name))
-        if tokens is None:
-            raise LookupError  # and so it is not remembered
-        return tokens
+        """What raises is not remembered."""
+        with open_file(self._folder.record(Home(namespace, {}), name)) as file:
+            return read_tokens(name, file)
 
-    def _examine(self, path: str, look: Callable[[BufferedReader], T]) -> T | None:
-        """What `look` makes of a file; None if it is not there, or broken and set aside now."""
+    def _examine(
+        self, path: str, look: Callable[[BufferedReader], T], sets_aside: bool = True
+    ) -> T | None:
+        """What `look` makes of a file; None if it is not there, or cannot be read."""
         try:
             with open_file(path) as file:
                 return look(file)
-        except (FileNotFoundError, NotADirectoryError):
+        except UNREADABLE as error:
+            if sets_aside:
+                self._failed(path, error)
             return None
-        except (OSError, MemoryError, BrokenFile) as error:
-            if is_broken(error):
-                self._set_aside(path, error)
-            else:
-                self.counters.errors += 1
-        return None
 
-    def _set_aside(self, path: str, cause: Exception) -> None:
-        if not self._folder.quarantine(path):
+    def _failed(self, path: str, cause: Exception) -> None:
+        """Set a broken file aside, or count what is not its fault; what is not there is neither."""
+        if isinstance(cause, FileNotFoundError | NotADirectoryError):
+            return
+        if not is_broken(cause) or not self._folder.quarantine(path):
             self.counters.errors += 1
             return
         level = logging.DEBUG if self.counters.quarantined else logging.WARNING

@@ -155,6 +155,41 @@ def test_tokens_are_not_read_from_a_broken_head(tmp_path: Path, fault: Fault) ->
         assert tier.counters.quarantined == 1
 
 
+@pytest.mark.parametrize("fault", [FAULTS[key] for key in BAD_HEADS], ids=BAD_HEADS)
+def test_a_look_leaves_a_broken_head_where_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Fault
+) -> None:
+    """It says nothing and counts nothing; whoever comes next is not told by it what to find."""
+    with open_tier(tmp_path) as tier:
+        put(tier, "xy")
+        put(tier, "abcd")
+        name = names_of("abcd")[1]
+        path = path_of(tmp_path, name)
+        whole = path.read_bytes()
+        fault(path)
+        assert tier.tokens_of(HOME, name, sets_aside=False) is None
+        assert os.path.lexists(path) and not tmp_path.joinpath("quarantine").exists()
+        assert (tier.counters.quarantined, tier.counters.errors) == (0, 0)
+        assert not caplog.records
+        assert tier.tokens_of(HOME, name) is None
+        assert tier.counters.quarantined == 1
+        path.write_bytes(whole)
+        assert tier.tokens_of(HOME, name, sets_aside=False) == make_record("cd").tokens
+
+
+def test_a_look_and_a_lookup_remember_the_same(tmp_path: Path) -> None:
+    """Whichever of them read the tokens."""
+    with open_tier(tmp_path) as tier:
+        put(tier, "abcd")
+        first, second = names_of("abcd")
+        assert tier.tokens_of(HOME, first, sets_aside=False)
+        assert tier.tokens_of(HOME, second)
+        for name in (first, second):
+            path_of(tmp_path, name).unlink()
+        assert tier.tokens_of(HOME, first) == make_record("ab").tokens
+        assert tier.tokens_of(HOME, second, sets_aside=False) == make_record("cd").tokens
+
+
 def test_what_is_not_there_is_a_plain_miss(tmp_path: Path) -> None:
     """No count, no word: the file, its subfolder or its namespace may be missing."""
     with open_tier(tmp_path) as tier:
@@ -207,8 +242,11 @@ def test_what_is_not_the_fault_of_the_file(
         (name,) = names_of("ab")
         with monkeypatch.context() as patch:
             refuse(patch, tier, number, path_of(tmp_path, name))
+            assert tier.tokens_of(HOME, name, sets_aside=False) is None
+            assert (tier.counters.quarantined, tier.counters.errors) == (0, 0)
             assert tier.read(HOME, name) is None
-        assert (tier.counters.quarantined, tier.counters.errors) == (0, 1)
+            assert tier.tokens_of(HOME, name) is None
+        assert (tier.counters.quarantined, tier.counters.errors) == (0, 2)
         assert tier.read(HOME, name)
 
 
@@ -253,7 +291,7 @@ LAYOUT_FAULTS = [key for key in FAULTS if key not in ("taken by another", "a lin
 
 @pytest.mark.parametrize("fault", [FAULTS[key] for key in LAYOUT_FAULTS], ids=LAYOUT_FAULTS)
 def test_a_layout_that_does_not_have_its_digest(tmp_path: Path, fault: Fault) -> None:
-    """It is set aside, and written anew with the next offer."""
+    """It is set aside, and written anew with the next offer; a look leaves it alone."""
     folder = tmp_path / "cache"
     with open_tier(folder) as tier:
         put(tier, "ab")
@@ -262,6 +300,9 @@ def test_a_layout_that_does_not_have_its_digest(tmp_path: Path, fault: Fault) ->
         path = folder / HOME.namespace.hex() / f"layout-{digest.hex()}.json"
         path.parent.joinpath("layout-foreign.json").write_text(LAYOUT)
         fault(path)
+        assert tier.layouts(HOME, sets_aside=False) == {}
+        assert (tier.counters.quarantined, tier.counters.errors) == (0, 0)
+        assert os.path.lexists(path)
         assert tier.layouts(HOME) == {}
         assert tier.counters.quarantined == 1
         put(tier, "ab")
