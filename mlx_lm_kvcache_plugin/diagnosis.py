@@ -8,8 +8,9 @@ from .events import Reason, Stop
 from .matching import find_common
 from .spaces import Spaces
 from .stats.history import History
-from .store.blocks import TOKEN_BYTES, Match, Tokens
+from .store.blocks import TOKEN_BYTES, Match
 from .store.eviction import Cause
+from .store.prompt import TokenIds
 from .store.tree import BlockTree
 
 
@@ -18,7 +19,7 @@ def diagnose(
     spaces: Spaces,
     history: History | None,
     namespace: Hashable,
-    tokens: Sequence[int] | Tokens,
+    tokens: TokenIds,
     hit_tokens: int,
 ) -> Stop | None:
     """Why no more of a prompt was a hit; None where only its last token has to be computed.
@@ -40,8 +41,11 @@ def diagnose(
     if cause is not None:
         return Stop(Reason.EVICTED, end, cause.value)
     deepest = [(space, match) for space, match in matches if match.tokens == end]
-    if end > hit_tokens and any(space.layout.needs_checkpoint for space, _ in deepest):
-        return Stop(Reason.NOT_RESTORABLE, end)
+    bound = [match for space, match in deepest if space.layout.needs_checkpoint]
+    if end > hit_tokens and bound:
+        if history is not None:
+            cause = _checkpoint_cause(history, tokens, bound[0], hit_tokens)
+        return Stop(Reason.NOT_RESTORABLE, end, cause.value if cause is not None else "")
     if end:
         goes_on = any(_goes_on(match) for _, match in deepest)
         return Stop(Reason.DIVERGED if goes_on else Reason.NOTHING_STORED, end)
@@ -53,7 +57,7 @@ def diagnose(
 def _cause(
     history: History,
     namespace: Hashable,
-    tokens: Sequence[int] | Tokens,
+    tokens: TokenIds,
     matches: Sequence[Match],
     end: int,
 ) -> Cause | None:
@@ -65,6 +69,15 @@ def _cause(
             ends[match.blocks[whole - 1].chain] = whole * step
     causes = (history.cause(chain, tokens[at:], end - at) for chain, at in ends.items())
     return next((cause for cause in causes if cause is not None), None)
+
+
+def _checkpoint_cause(
+    history: History, tokens: TokenIds, match: Match, hit_tokens: int
+) -> Cause | None:
+    """Why a checkpoint on the way was given up, if one was that would have been more of a hit."""
+    whole = match.blocks[: match.tokens // history.block_tokens]
+    chains = [match.blocks[0].root.chain, *(block.chain for block in whole)]
+    return history.checkpoint_cause(chains, tokens[: match.tokens], hit_tokens)
 
 
 def _goes_on(match: Match) -> bool:

@@ -21,7 +21,7 @@ class Reason(enum.StrEnum):
     """The last token of a prompt is always computed, and it has no other."""
     NOT_RESTORABLE = "not restorable"
     """More is in common with what is stored, but some layer can be restored at checkpoints alone,
-    and none is nearer."""
+    and none is nearer; where there was one, its cause says why it was given up."""
     DISABLED = "disabled"
     """Nothing is kept."""
     ERROR = "error"
@@ -34,7 +34,7 @@ class Stop:
 
     Attributes:
         token: how many of its first tokens are in common with what is stored.
-        cause: of what was evicted, why it was: as in `Evict`.
+        cause: of what was evicted, or of a checkpoint before that, why it was: as in `Evict`.
     """
 
     reason: Reason
@@ -50,7 +50,8 @@ class Stop:
             case Reason.EVICTED:
                 return f"evicted from token {self.token:,} on ({self.cause})"
             case Reason.NOT_RESTORABLE:
-                return f"a layer is not restorable before token {self.token:,}"
+                evicted = f": evicted ({self.cause})" if self.cause else ""
+                return f"a layer is not restorable before token {self.token:,}{evicted}"
         return str(self.reason.value)
 
     def told(self) -> dict[str, str | int | None]:
@@ -168,43 +169,3 @@ class Error:
 
 
 Event = Hit | Miss | Insert | Skip | Restore | Evict | Error
-
-
-@dataclass(slots=True)
-class Counters:
-    """Sums over all events since the start."""
-
-    hits: int = 0
-    misses: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    inserts: int = 0
-    skipped_inserts: int = 0
-    stored_tokens: int = 0
-    restored_tokens: int = 0
-    evicted_blocks: int = 0
-    evicted_bytes: int = 0
-    errors: int = 0
-
-    def count(self, event: Event) -> None:
-        """Add an event."""
-        match event:
-            case Hit():
-                self.hits += 1
-                self.prompt_tokens += event.prompt_tokens
-                self.hit_tokens += event.hit_tokens
-            case Miss():
-                self.misses += 1
-                self.prompt_tokens += event.prompt_tokens
-            case Insert():
-                self.inserts += 1
-                self.stored_tokens += event.new_tokens
-            case Skip():
-                self.skipped_inserts += 1
-            case Restore():
-                self.restored_tokens += event.tokens
-            case Evict():
-                self.evicted_blocks += event.blocks
-                self.evicted_bytes += event.nbytes
-            case Error():
-                self.errors += 1

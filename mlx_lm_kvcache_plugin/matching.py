@@ -9,6 +9,7 @@ import numpy as np
 
 from .spaces import Space
 from .store.blocks import Block, Match, Tokens, before_image
+from .store.prompt import TokenIds
 from .store.tree import BlockTree
 
 
@@ -35,7 +36,7 @@ where they go on being stored."""
 
 
 def find_longest(
-    tree: BlockTree, spaces: Sequence[Space], tokens: Sequence[int] | Tokens, longest: int
+    tree: BlockTree, spaces: Sequence[Space], tokens: TokenIds, longest: int
 ) -> Prefix | None:
     """The longest stored prefix of a prompt in any of these spaces, of at most so many tokens."""
     ids, look = _as_far_as_stored(tree, spaces, tokens, longest)
@@ -45,7 +46,7 @@ def find_longest(
 
 
 def find_common(
-    tree: BlockTree, spaces: Sequence[Space], tokens: Sequence[int] | Tokens
+    tree: BlockTree, spaces: Sequence[Space], tokens: TokenIds
 ) -> list[tuple[Space, Match]]:
     """By space, the longest run that a prompt has in common with what is stored, of use or not.
 
@@ -60,7 +61,7 @@ def find_common(
 
 
 def _as_far_as_stored(
-    tree: BlockTree, spaces: Sequence[Space], tokens: Sequence[int] | Tokens, longest: int
+    tree: BlockTree, spaces: Sequence[Space], tokens: TokenIds, longest: int
 ) -> tuple[Tokens, int]:
     """The first tokens of a prompt, one more than may be stored; and how many may be."""
     look = min(LOOKED_AT_FIRST, longest)

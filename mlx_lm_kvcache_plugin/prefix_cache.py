@@ -18,7 +18,7 @@ from .codecs.sequence import SequencePackers
 from .codecs.tensors import Room
 from .disk.tier import DiskTier
 from .errors import CodecError
-from .events import Counters, Event, Insert, Skip, SkipReason
+from .events import Event, Insert, Skip, SkipReason
 from .layers import Fetched, Layers, Portable
 from .matching import Prefix, find_longest
 from .offload import Offload
@@ -29,6 +29,7 @@ from .stats.history import History
 from .store.blocks import Block, Tokens, before_image
 from .store.budget import Budget, evict_to_limit, keep_within
 from .store.eviction import Cause
+from .store.prompt import TokenIds
 from .store.thinning import SYSTEM, thin
 from .store.tree import BlockTree
 from .writing import Checkpoint, Writer
@@ -89,13 +90,8 @@ class PrefixCache:
         if tier is not None:
             self._offload = Offload(tier, self.tree, self.spaces, settings, self.record)
 
-    @property
-    def counters(self) -> Counters:
-        """Sums over all events."""
-        return self._recorder.counters
-
     def record(self, event: Event) -> None:
-        """Count an event and pass it on."""
+        """Take note of an event and pass it on."""
         self._recorder.record(event)
 
     def attach(
@@ -121,7 +117,7 @@ class PrefixCache:
     # Fetching
 
     def match(
-        self, namespace: Hashable, tokens: Sequence[int] | Tokens, most: int | None = None
+        self, namespace: Hashable, tokens: TokenIds, most: int | None = None
     ) -> Prefix | None:
         """The longest stored prefix of `tokens`, short of the last one: that has to be computed.
 
@@ -133,7 +129,7 @@ class PrefixCache:
         self._recorder.begin()
         longest = len(tokens) - 1 if most is None else min(most, len(tokens) - 1)
         if self._offload is not None:
-            tokens = np.array(tokens, np.int64)
+            tokens = np.asarray(tokens[:], np.int64)
             wanted = tokens[: before_image(tokens, longest)]
             if len(wanted):
                 with self._recorder.evictions():
@@ -141,18 +137,16 @@ class PrefixCache:
                     self._offload.restore(namespace, wanted)
         return find_longest(self.tree, self.spaces.of(namespace), tokens, longest)
 
-    def reach_on_disk(
-        self, namespace: Hashable, tokens: Sequence[int] | Tokens
-    ) -> tuple[int, bool]:
+    def reach_on_disk(self, namespace: Hashable, tokens: TokenIds) -> tuple[int, bool]:
         """What `Offload.reach` says of the tokens that `match` would find."""
         if self._offload is None:
             return 0, False
-        ids = np.asarray(tokens, np.int64)
+        ids = np.asarray(tokens[:], np.int64)
         return self._offload.reach(namespace, ids[: before_image(ids, len(ids) - 1)])
 
     def fetch(
         self,
-        tokens: Sequence[int],
+        tokens: TokenIds,
         prefix: Prefix | None,
         translate: Callable[[Fetched], Any] = lambda fetched: fetched,
         room: Room | None = None,
@@ -205,12 +199,12 @@ class PrefixCache:
         if self._offload is not None:
             self._offload.detach(namespace)
 
-    def _touch(self, prefix: Prefix, tokens: Sequence[int]) -> None:
+    def _touch(self, prefix: Prefix, tokens: TokenIds) -> None:
         """Mark what was used; and the system prompt's end, where the next chat will resume."""
         if prefix.checkpoint is None:
             self.tree.touch(prefix.blocks[-1])
             return
-        ids = np.array(tokens[: prefix.tokens], np.int64)
+        ids = np.asarray(tokens[: prefix.tokens], np.int64)
         for node, _ in self.tree.checkpoints(prefix.space, ids):
             if node.label == SYSTEM:
                 self._use(prefix.space, node)

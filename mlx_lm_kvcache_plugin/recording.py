@@ -1,4 +1,4 @@
-"""Tells what the prefix cache does: counts it, passes it on, and keeps the history of it."""
+"""Tells what the prefix cache does: passes it on, and keeps the history of it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 from .diagnosis import diagnose
-from .events import (
-    Counters,
-    Error,
-    Event,
-    Evict,
-    Hit,
-    Insert,
-    Miss,
-    Restore,
-    Skip,
-    SkipReason,
-    Stop,
-)
+from .events import Error, Event, Evict, Hit, Insert, Miss, Restore, Skip, SkipReason, Stop
 from .matching import Prefix
 from .spaces import Space, Spaces
 from .stats.history import History
 from .store.blocks import Block, Tokens
 from .store.budget import Budget
+from .store.prompt import TokenIds
 from .store.tree import BlockTree
 
 logger = logging.getLogger("mlx_lm_kvcache_plugin")
@@ -38,9 +27,6 @@ class Recorder:
         budget: what may be.
         emit: is told of every event.
         history: is told what is asked for and stored; None if nobody wants to know.
-
-    Attributes:
-        counters: sums over all events.
     """
 
     def __init__(
@@ -51,7 +37,6 @@ class Recorder:
         emit: Callable[[Event], None],
         history: History | None,
     ) -> None:
-        self.counters = Counters()
         self.history = history
         self._tree = tree
         self._spaces = spaces
@@ -60,12 +45,11 @@ class Recorder:
         self._restored_tokens = 0
 
     def record(self, event: Event) -> None:
-        """Count an event and pass it on."""
+        """Take note of an event and pass it on."""
         if isinstance(event, Restore):
             self._restored_tokens = event.tokens
         if self.history is not None and not self._budget.is_short and _found_no_room(event):
             self.history.found_no_room()
-        self.counters.count(event)
         self._emit(event)
 
     def begin(self) -> None:
@@ -73,7 +57,7 @@ class Recorder:
         self._restored_tokens = 0
 
     def diagnose(
-        self, namespace: Hashable | None, tokens: Sequence[int], prefix: Prefix | None
+        self, namespace: Hashable | None, tokens: TokenIds, prefix: Prefix | None
     ) -> Stop | None:
         """Why no more of a prompt was found; None too where nobody wants to know."""
         is_told = self.history is not None or logger.isEnabledFor(logging.DEBUG)
@@ -88,7 +72,7 @@ class Recorder:
     def fetched(
         self,
         namespace: Hashable | None,
-        tokens: Sequence[int],
+        tokens: TokenIds,
         prefix: Prefix | None,
         seconds: float,
         stop: Stop | None,
@@ -147,7 +131,7 @@ class Recorder:
             if self.history is not None:
                 self.history.thinned(needless)
 
-    def _used(self, space: Space, tip: Block, ids: Sequence[int] | Tokens = ()) -> None:
+    def _used(self, space: Space, tip: Block, ids: TokenIds = ()) -> None:
         if self.history is not None and tip in self._tree:
             limit_bytes = self._budget.nominal_bytes(self._tree.used_bytes)
             needs_checkpoint = space.layout.needs_checkpoint

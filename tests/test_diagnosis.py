@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from mlx_lm_kvcache_plugin import recording
-from mlx_lm_kvcache_plugin.events import Error, Event, Hit, Miss, Reason, Stop
+from mlx_lm_kvcache_plugin.events import Error, Event, Hit, Insert, Miss, Reason, Stop
 from mlx_lm_kvcache_plugin.inspection.explanation import explain
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.stats.history import History
@@ -271,6 +271,8 @@ def test_without_a_history_nobody_knows_what_was_given_up(
     assert told() is None
     caplog.set_level(logging.DEBUG, "mlx_lm_kvcache_plugin")
     assert told() == Stop(Reason.NOTHING_STORED, 0)
+    asked.store(range(18), **STATES)
+    assert told() == Stop(Reason.NOT_RESTORABLE, 15)
 
 
 # Not restorable
@@ -295,6 +297,31 @@ def test_a_checkpoint_nearer_than_the_end() -> None:
     assert asked.ask([*range(14), NEW]) == (14, None)
 
 
+@pytest.mark.parametrize("place", [3, 4, 6, 8, 11])
+def test_a_checkpoint_was_given_up_and_what_led_to_it_was_not(place: int) -> None:
+    """Others need that: it is still in common."""
+    asked = Asked().store(range(place), label=SYSTEM, **STATES).store(range(14), **STATES)
+    assert asked.ask([*range(place), NEW, NEW])[0] == place
+    asked.store(range(14), **STATES)
+    asked.cache.trim_to(n_sequences=1)
+    for end in (place, place + 1, place + 2):
+        stop = Stop(Reason.NOT_RESTORABLE, end, "trim")
+        assert asked.ask([*range(end), NEW, NEW]) == (0, stop)
+    stop = Stop(Reason.NOT_RESTORABLE, place - 1)  # it leaves the way before the checkpoint
+    assert asked.ask([*range(place - 1), NEW, NEW]) == (0, stop)
+    asked.store(range(place), label=SYSTEM, **STATES)
+    assert asked.ask([*range(12), NEW, NEW]) == (place, Stop(Reason.NOT_RESTORABLE, 12))
+
+
+@pytest.mark.parametrize(("gone", "held", "cause"), [(4, 8, ""), (8, 4, "trim"), (5, 6, "")])
+def test_only_a_checkpoint_beyond_the_hit_matters(gone: int, held: int, cause: str) -> None:
+    """One before it would not have been used."""
+    asked = Asked().store(range(gone), label=SYSTEM, **STATES).store(range(14), **STATES)
+    asked.cache.trim_to(n_sequences=1)
+    asked.store(range(held), label=SYSTEM, **STATES)
+    assert asked.ask([*range(12), NEW]) == (held, Stop(Reason.NOT_RESTORABLE, 12, cause))
+
+
 def test_what_is_rows_alone_is_restorable_everywhere() -> None:
     """A part of an image is in common, and no layer is the reason why that is of no use."""
     asked = Asked().store([1, 2, IMAGE, IMAGE])
@@ -316,21 +343,20 @@ def test_a_fetch_without_a_namespace_tells_none() -> None:
 
 
 def test_a_diagnosis_that_fails_spoils_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an error that is counted, of a request that is as good as before."""
+    """It is an error that is told, of a request that is as good as before."""
 
     def fail(*arguments: object) -> Stop | None:
         raise RuntimeError("no idea")
 
     asked = Asked().store(range(9))
     monkeypatch.setattr(recording, "diagnose", fail)
-    asked.events.clear()
     prompt = [*range(6), NEW, NEW]
     fetched = asked.cache.fetch(prompt, asked.cache.match(MODEL, prompt), namespace=MODEL)
     assert fetched is not None and fetched.tokens == 6
-    error, hit = asked.events
+    insert, error, hit = asked.events
+    assert isinstance(insert, Insert)
     assert error == Error("diagnosis", "RuntimeError: no idea")
     assert isinstance(hit, Hit) and (hit.hit_tokens, hit.stop) == (6, None)
-    assert asked.cache.counters.errors == asked.cache.counters.hits == 1
 
 
 def test_one_line_of_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -361,6 +387,10 @@ def test_one_line_of_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
         (Stop(Reason.EVICTED, 0, "memory"), "evicted from token 0 on (memory)"),
         (Stop(Reason.BELOW_ONE_TOKEN), "below one token"),
         (Stop(Reason.NOT_RESTORABLE, 50), "a layer is not restorable before token 50"),
+        (
+            Stop(Reason.NOT_RESTORABLE, 50, "memory"),
+            "a layer is not restorable before token 50: evicted (memory)",
+        ),
         (Stop(Reason.DISABLED), "disabled"),
         (Stop(Reason.ERROR), "error"),
     ],
@@ -417,6 +447,7 @@ def test_what_is_told_is_so(
                 assert stop.cause == "trim"
             case Reason.NOT_RESTORABLE:
                 assert kind != "rows" and longest > hit_tokens
+                assert stop.cause in ("", "trim")
             case Reason.DIVERGED:
                 assert goes_on and hit_tokens == longest
             case reason:

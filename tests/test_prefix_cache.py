@@ -15,12 +15,13 @@ from mlx_lm_kvcache_plugin.codecs.packing import Payload
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.codecs.registry import BUILT_IN, CodecRegistry
 from mlx_lm_kvcache_plugin.errors import CodecError
-from mlx_lm_kvcache_plugin.events import Event, Evict, Hit, Insert, Miss
+from mlx_lm_kvcache_plugin.events import Evict, Hit, Insert, Miss
 from mlx_lm_kvcache_plugin.layers import Fetched
 from mlx_lm_kvcache_plugin.options import KV_CACHE_BITS
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.settings import Settings
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, Memory
+from tests.events import Events
 from tests.store.caches import (
     MODEL,
     TINY,
@@ -39,20 +40,6 @@ from tests.store.caches import (
     tensors_for,
 )
 from tests.tensors import Rows, rows_read, runs
-
-
-class Events(list[Event]):
-    """What a cache emits."""
-
-    def of(self, *kinds: type[Event]) -> list[Any]:
-        return [event for event in self if isinstance(event, kinds)]
-
-    def causes(self) -> dict[str, int]:
-        """How many blocks went for which cause."""
-        causes: dict[str, int] = {}
-        for event in self.of(Evict):
-            causes[event.cause] = causes.get(event.cause, 0) + event.blocks
-        return causes
 
 
 def insert_rows(cache: PrefixCache, tokens: Sequence[int], tensors: Sequence[Rows]) -> None:

@@ -14,6 +14,7 @@ from ..layers import LayerKinds
 from ..matching import Prefix
 from ..prefix_cache import PrefixCache
 from ..spaces import MOST_NAMESPACES
+from ..store.prompt import Prompt
 from ..store.thinning import GENERATED, PROMPT, SYSTEM, USER
 from .models_cache import (
     LayerCaches,
@@ -78,7 +79,7 @@ class PrefixPromptCache:
         """Nobody holds any: there is no other thread yet, or any more."""
         self.lock = threading.RLock()
         if self.cache is not None:
-            self.cache.tree.lock = threading.RLock()
+            self.cache.tree.reset_lock()
 
     def fetch_nearest_cache(
         self, model: Any, tokens: list[int]
@@ -109,12 +110,13 @@ class PrefixPromptCache:
     ) -> tuple[LayerCaches | None, int | None]:
         """What this rank has of it, and how many tokens all ranks agreed upon."""
         found: list[Prefix | None] = []
+        prompt = Prompt(tokens)
         caches: LayerCaches | None = None
         agreed: int | None = None
         reason: Reason | None = Reason.ERROR
         with self._failing_softly("fetch"):
             agreed = self.ranks.agree(
-                lambda most: self._longest(found, model, tokens, most), len(tokens) - 1
+                lambda most: self._longest(found, model, prompt, most), len(tokens) - 1
             )
             if self.cache is None:
                 reason = Reason.DISABLED
@@ -122,15 +124,15 @@ class PrefixPromptCache:
             with self._failing_softly("fetch"):
                 prefix = found[-1] if agreed else None
                 room = _room(prefix, len(tokens)) if prefix and has_room else None
-                caches = self.cache.fetch(tokens, prefix, put_together, room, model)
+                caches = self.cache.fetch(prompt, prefix, put_together, room, model)
                 reason = None
         if reason is not None:
             with suppress(Exception, SystemExit):
                 self._record(Miss(len(tokens), Stop(reason)))
         return caches, agreed
 
-    def _longest(self, found: list[Prefix | None], model: Any, tokens: list[int], most: int) -> int:
-        prefix = self.cache.match(model, tokens, most) if self.cache is not None else None
+    def _longest(self, found: list[Prefix | None], model: Any, prompt: Prompt, most: int) -> int:
+        prefix = self.cache.match(model, prompt, most) if self.cache is not None else None
         found.append(prefix)
         return prefix.tokens if prefix is not None else 0
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 
-from ..store.blocks import Block, chain_of, common_tokens
+from ..store.blocks import CHECKPOINT, TOKEN_BYTES, Block, chain_of, common_tokens
 from ..store.eviction import Cause, Evicted
 
 MOST_REMEMBERED = 1 << 13
@@ -14,7 +14,7 @@ MOST_REMEMBERED = 1 << 13
 
 
 class RecentEvictions:
-    """Blocks and tails that were given up and not stored again since; the oldest are forgotten.
+    """Nodes that were given up and not stored again since; the oldest are forgotten.
 
     Args:
         block_tokens: tokens of a complete block.
@@ -28,8 +28,6 @@ class RecentEvictions:
     def add(self, evicted: Sequence[Evicted]) -> None:
         """Remember these."""
         for node in evicted[-MOST_REMEMBERED:]:
-            if not node.key:
-                continue  # a checkpoint: what bore it tells the same
             place = (node.parent, node.key)
             if place not in self._causes:
                 insort(self._keys[node.parent], node.key)
@@ -74,6 +72,21 @@ class RecentEvictions:
             if tokens < self._block_tokens:
                 break
             chain = chain_of(chain, key)
+        return None
+
+    def checkpoint_cause(self, chain: int, following: bytes, held_tokens: int) -> Cause | None:
+        """Why a prompt's last checkpoint of one block was given up; None if it was not.
+
+        Args:
+            chain: after the whole block before it, or the root's.
+            following: the tokens behind that, of one block at most.
+            held_tokens: it has to stand for more of these.
+        """
+        for key in reversed(self._keys.get(chain, [])):  # so the longest comes first
+            if following.startswith(key) and len(key) > held_tokens * TOKEN_BYTES:
+                bearer = chain_of(chain, key) if key else chain
+                if cause := self._causes.get((bearer, CHECKPOINT)):
+                    return cause
         return None
 
     def _nearest(self, chain: int, key: bytes) -> bytes:

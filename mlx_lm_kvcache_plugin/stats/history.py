@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..store.blocks import TOKEN_BYTES, Block, Root, Tokens, chain_of
+from ..store.blocks import TOKEN_BYTES, Block, Root, chain_of
 from ..store.eviction import Cause, Evicted
+from ..store.prompt import TokenIds
 from .evictions import RecentEvictions
 from .ghosts import Ghosts
 
@@ -72,9 +73,7 @@ class History:
             self._ghosts.forget_roots({n.parent for n in nodes if n.cause is Cause.REPLACED})
         self._evictions.add(nodes)
 
-    def cause(
-        self, chain: int, following: Sequence[int] | Tokens, held_tokens: int
-    ) -> Cause | None:
+    def cause(self, chain: int, following: TokenIds, held_tokens: int) -> Cause | None:
         """Why what follows a whole block, or a root, was given up; None if it was not.
 
         A few tokens that all prompts begin with are no loss: what was given up has to be a block,
@@ -85,6 +84,23 @@ class History:
         """
         lost_tokens = max(1, min(self.block_tokens, (len(following) - held_tokens) // 2))
         return self._evictions.cause(chain, self._keys(following), held_tokens + lost_tokens)
+
+    def checkpoint_cause(
+        self, chains: Sequence[int], tokens: TokenIds, hit_tokens: int
+    ) -> Cause | None:
+        """Why the last checkpoint of a prompt beyond what was a hit was given up, if it was.
+
+        Args:
+            chains: of the root and of the whole blocks on its way.
+            tokens: all that led to one.
+        """
+        for place in reversed(range(hit_tokens // self.block_tokens, len(chains))):
+            start = place * self.block_tokens
+            following = next(self._keys(tokens[start : start + self.block_tokens]), b"")
+            held_tokens = hit_tokens - start
+            if cause := self._evictions.checkpoint_cause(chains[place], following, held_tokens):
+                return cause
+        return None
 
     def found_no_room(self) -> None:
         """A sequence is larger than the budget: what a larger one would have held is not known."""
@@ -100,7 +116,7 @@ class History:
         tip: Block,
         has_checkpoints: bool,
         limit: int,
-        tokens: Sequence[int] | Tokens = (),
+        tokens: TokenIds = (),
     ) -> None:
         """A sequence was stored, or used up to some node.
 
@@ -136,7 +152,7 @@ class History:
         if chains and units:
             self._ghosts.use(root.chain, chains, root.tally.used_bytes / units, limit)
 
-    def asked(self, namespace: Hashable, tokens: Sequence[int] | Tokens, hit_tokens: int) -> None:
+    def asked(self, namespace: Hashable, tokens: TokenIds, hit_tokens: int) -> None:
         """A prompt was looked up.
 
         Args:
@@ -167,7 +183,7 @@ class History:
             return max(hit_tokens, held_tokens)
         return hit_tokens if held_tokens > hit_tokens - self.block_tokens else held_tokens
 
-    def _keys(self, tokens: Sequence[int] | Tokens) -> Iterator[bytes]:
+    def _keys(self, tokens: TokenIds) -> Iterator[bytes]:
         """The tokens of a prompt's blocks, the last of which need not be whole."""
         width = self.block_tokens * TOKEN_BYTES
         at_once = self.block_tokens * max(1, LOOKED_AT_ONCE // self.block_tokens)

@@ -83,6 +83,10 @@ class BlockTree(Lookup):
         """How many nodes were given up, by cause, until the owner clears `evicted`."""
         return Counter(node.cause for node in self.evicted)
 
+    def reset_lock(self) -> None:
+        """Nobody holds it, whatever it says: after a fork the threads that did are gone."""
+        self.lock = threading.RLock()
+
     def tally(self) -> Tally:
         """What all namespaces hold."""
         return sum((root.tally for root in self.roots()), Tally())

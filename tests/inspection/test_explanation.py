@@ -5,8 +5,10 @@ A block has four tokens.
 
 from __future__ import annotations
 
+import errno
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -160,7 +162,7 @@ def test_nothing_is_changed(shape: dict[str, Any]) -> None:
     def everything() -> Any:
         assert cache.history is not None
         nodes = [(node, node.used_at, node.nbytes, list(node.children)) for node in cache.tree]
-        figures = cache.tree.used_bytes, asdict(cache.counters), cache.history.predicted
+        figures = cache.tree.used_bytes, cache.history.predicted
         return nodes, figures, list(events), list(cache.tree.roots())
 
     before = everything()
@@ -248,6 +250,41 @@ def test_what_memory_gave_up_is_on_disk(folder: Path) -> None:
         told, hit_tokens, stop = started.told_and_had([*range(14), NEW, NEW])
         assert (told.hit_tokens, hit_tokens) == (0, 0)
         assert told.stop == stop == Stop(Reason.EVICTED, 0, "trim")
+
+
+FAILING = {"reading": ("open",), "listing": ("scandir", "listdir"), "everything": ("lstat",)}
+FAILING["everything"] += FAILING["reading"] + FAILING["listing"]
+
+
+@pytest.mark.parametrize("functions", FAILING.values(), ids=FAILING)
+def test_a_disk_that_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, functions: Sequence[str]
+) -> None:
+    """Memory alone is told of, and no failure is counted; it may be over in a moment."""
+    with Started(folder) as started:
+        started.insert(range(14))
+    with Started(folder) as started:
+        insert(started.cache, range(8), **TINY)
+        assert started.tier.flush()
+        before = asdict(started.tier.counters), list(started.events)
+        with monkeypatch.context() as patch:
+            for function in functions:
+                patch.setattr(os, function, failing(getattr(os, function), folder))
+            told = explain(started.cache, MODEL, [*range(14), NEW])
+        assert (told.hit_tokens, told.on_disk_tokens) == (8, 0)
+        assert (asdict(started.tier.counters), list(started.events)) == before
+        assert explain(started.cache, MODEL, [*range(14), NEW]).hit_tokens == 14
+
+
+def failing(function: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """It fails with whatever lies in a folder."""
+
+    def fail(path: Any, *arguments: Any, **options: Any) -> Any:
+        if str(path).startswith(str(folder)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return function(path, *arguments, **options)
+
+    return fail
 
 
 def test_memory_and_disk_together(folder: Path) -> None:

@@ -23,10 +23,11 @@ import mlx_lm.server  # inspect finds the source of a fresh copy only beside the
 import numpy as np
 
 import mlx_lm_kvcache_plugin as plugin
-from mlx_lm_kvcache_plugin.events import Counters, Error, Event
+from mlx_lm_kvcache_plugin.events import Error, Event
 from mlx_lm_kvcache_plugin.plugins import hookimpl, plugins
 from mlx_lm_kvcache_plugin.prefix_cache import Prefix
 from mlx_lm_kvcache_plugin.store.blocks import Block
+from tests.events import Events
 from tests.integration.clients import ANSWER_SECONDS, HOST, Answer, Client
 from tests.integration.stock_server import clean_environment
 
@@ -44,17 +45,15 @@ class Recorder:
     """A plugin that takes note of everything."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.counters = Counters()
+        self.events = Events()
 
     @hookimpl
     def kvcache_event(self, event: Event) -> None:
         self.events.append(event)
-        self.counters.count(event)
 
     @property
     def errors(self) -> list[Error]:
-        return [event for event in self.events if isinstance(event, Error)]
+        return self.events.of(Error)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from unittest import mock
 import psutil
 import pytest
 
+from mlx_lm_kvcache_plugin.events import Evict, Hit
 from mlx_lm_kvcache_plugin.store.budget import GIB
 from tests.integration.clients import same_answer
 from tests.integration.local_server import LocalServer
@@ -73,8 +74,8 @@ def test_every_answer_is_right(model: Path, cold: LocalServer, limit: str) -> No
             assert answer is None or same_answer(answer, right)
         server.settle()
         assert server.is_alive() and not server.recorder.errors
-        counters, insertions = server.recorder.counters, server.watch.insertions
-        assert counters.hits and counters.evicted_blocks and len(insertions) > 20
+        events, insertions = server.recorder.events, server.watch.insertions
+        assert events.of(Hit) and events.of(Evict) and len(insertions) > 20
         if limit == "one MiB":
             assert max(insertion.held_bytes for insertion in insertions) <= 1 << 20
         if limit == "three sequences":

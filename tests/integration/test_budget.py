@@ -15,6 +15,7 @@ from unittest import mock
 import psutil
 import pytest
 
+from mlx_lm_kvcache_plugin.events import Error, Evict, Hit, Miss
 from mlx_lm_kvcache_plugin.store.budget import GIB
 from tests.integration.clients import MODES
 from tests.integration.local_server import LocalServer
@@ -94,7 +95,7 @@ def test_a_tail_that_gives_way_makes_room_before_others_do(model: Path, mode: st
 def test_a_prompt_larger_than_the_budget_keeps_its_leading_blocks(model: Path, mode: str) -> None:
     """Two small prompts, then one twice the budget: its first blocks displace the older of both.
 
-    The counters agree with what is held, and later requests hit.
+    The events agree with what is held, and later requests hit.
     """
     with LocalServer("--model", str(model), "--cache-memory-mb", "1") as server:
         assert ask(server, "ab", mode, tokens=100) == [0, 0]
@@ -105,12 +106,13 @@ def test_a_prompt_larger_than_the_budget_keeps_its_leading_blocks(model: Path, m
         assert ask(server, "ab", mode, tokens=100) == [99, 99]
         (last,) = ask(server, "Z", mode, tokens=1000)
         assert last in (128, 2 * 128)
-        counters, tree = server.recorder.counters, server.cache.tree
-        assert (counters.hits, counters.misses) == (4, 5)
-        assert counters.hit_tokens == 3 * 128 + 99 + 99 + last
-        assert counters.prompt_tokens == 6 * 100 + 3 * 1000
-        assert counters.evicted_blocks > 0 and counters.errors == 0
-        assert tree.used_bytes <= MIB
+        events = server.recorder.events
+        hits, misses = events.of(Hit), events.of(Miss)
+        assert (len(hits), len(misses)) == (4, 5)
+        assert sum(event.hit_tokens for event in hits) == 3 * 128 + 99 + 99 + last
+        assert sum(event.prompt_tokens for event in hits + misses) == 6 * 100 + 3 * 1000
+        assert events.of(Evict) and not events.of(Error)
+        assert server.cache.tree.used_bytes <= MIB
         assert server.is_alive()
 
 

@@ -228,7 +228,7 @@ def test_explaining_changes_nothing(server: LocalServer) -> None:
 
 
 def test_explaining_changes_nothing_on_disk(model: Path, tmp_path: Path) -> None:
-    """No file is made, read or counted as used."""
+    """No file is made, read or counted as used; nor is a broken one set aside, or counted."""
     arguments = ("--model", str(model), "--kv-cache-codec", "raw", "--kv-cache-dir", str(tmp_path))
 
     def files() -> dict[Path, tuple[int, int]]:
@@ -238,6 +238,8 @@ def test_explaining_changes_nothing_on_disk(model: Path, tmp_path: Path) -> None
     with LocalServer(*arguments) as server:
         usage(server, {"prompt": TEXT})
         server.settle()
+    (tail,) = (path for path in tmp_path.rglob("*.safetensors") if "-128b-" not in path.name)
+    tail.write_bytes(b"")
     with LocalServer(*arguments) as server:
         server.text("!")
         server.settle()
@@ -245,7 +247,10 @@ def test_explaining_changes_nothing_on_disk(model: Path, tmp_path: Path) -> None
         before = without_time(server.stats()), order(server), files()
         for text in (TEXT, TEXT[:200], TEXT[:200] + "!", "!" * 300):
             explained(server, {"prompt": text})
+        hit_tokens = explained(server, {"prompt": TEXT})["hit_tokens"]
         assert (without_time(server.stats()), order(server), files()) == before
+        assert usage(server, {"prompt": TEXT}) == (300, hit_tokens)
+        assert server.stats()["disk"]["quarantined"] == 1
 
 
 def test_explaining_while_others_ask(server: LocalServer) -> None:

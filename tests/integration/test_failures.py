@@ -14,6 +14,7 @@ import pytest
 from mlx_lm_kvcache_plugin.codecs.packing import Packer
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
 from mlx_lm_kvcache_plugin.codecs.rotated import RotatedCodec
+from mlx_lm_kvcache_plugin.events import Insert
 from mlx_lm_kvcache_plugin.store.tree import BlockTree
 from tests.integration.clients import MODES, common_prefix, same_answer
 from tests.integration.local_server import LocalServer
@@ -115,7 +116,7 @@ def test_a_crash_in_the_middle_of_an_insert(light_model: Path, crash: str) -> No
         server.text(short, seed=1)
         server.settle()
         before = state(server.cache.tree)
-        inserts = server.recorder.counters.inserts
+        inserts = server.recorder.events.of(Insert)
         failure = failing(1000, after, getattr(owner, name))
         with mock.patch.object(owner, name, failure):
             answer = server.text(long, seed=1)
@@ -124,7 +125,7 @@ def test_a_crash_in_the_middle_of_an_insert(light_model: Path, crash: str) -> No
         assert state(server.cache.tree) == before
         (error,) = server.recorder.errors
         assert (error.operation, error.cause) == ("insert", "RuntimeError: out of luck")
-        assert server.recorder.counters.inserts == inserts
+        assert server.recorder.events.of(Insert) == inserts
         (warning,) = server.messages(logging.WARNING)
         assert "insert failed" in warning and "out of luck" in warning
         # Over with it: all is as if it had never happened.

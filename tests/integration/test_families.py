@@ -17,6 +17,7 @@ from mlx_lm.models.cache import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from mlx_lm_kvcache_plugin.events import Hit
 from mlx_lm_kvcache_plugin.patches.models_cache import leaves_of
 from tests.families import ALONE_IN_A_BATCH, reason_to_skip
 from tests.integration.clients import MODES, Answer, Client, same_answer
@@ -232,7 +233,7 @@ def test_the_rows_of_a_long_prompt_are_shared(folder: Path, family: str) -> None
             server.text(prompt("shared", 512) + prompt(name, 20))
             server.settle()
             held.append(server.prompt_cache.nbytes)
-        assert server.recorder.counters.hit_tokens == 512
+        assert [hit.hit_tokens for hit in server.recorder.events.of(Hit)] == [512]
         assert family == "mamba" or held[1] - held[0] < held[0] / 2
 
 

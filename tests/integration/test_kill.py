@@ -32,6 +32,7 @@ from mlx_lm_kvcache_plugin.disk import tier as disk_tier
 from mlx_lm_kvcache_plugin.disk.contents import Found, Role, all_files
 from mlx_lm_kvcache_plugin.disk.files import decode
 from mlx_lm_kvcache_plugin.disk.ledger import locked
+from mlx_lm_kvcache_plugin.events import Error
 from mlx_lm_kvcache_plugin.patches.layer_kinds import BuiltInLayerKinds
 from mlx_lm_kvcache_plugin.patches.opening import attach, identify, open_cache
 from mlx_lm_kvcache_plugin.patches.prompt_cache import PrefixPromptCache
@@ -39,6 +40,7 @@ from mlx_lm_kvcache_plugin.patches.ranks import Ranks
 from mlx_lm_kvcache_plugin.plugins import plugins
 from mlx_lm_kvcache_plugin.settings import Settings
 from tests import models
+from tests.events import Events
 
 KILLS, AT_ONCE = 200, 2
 SOONEST_S, LATEST_S = 0.02, 0.4
@@ -70,15 +72,15 @@ class Outcome:
 
 
 @contextmanager
-def opened(model: Any, disk: Path) -> Iterator[PrefixPromptCache]:
-    """A new prefix cache on that folder, as a server has it."""
+def opened(model: Any, disk: Path, events: Events) -> Iterator[PrefixPromptCache]:
+    """A new prefix cache on that folder, as a server has it; `events` gets what it tells."""
     settings = Settings.resolve(
         {"kv_cache_codec": "raw", "kv_cache_dir": disk, "kv_cache_disk_mb": LIMIT_MB}
         | {"cache_memory_mb": MEMORY_MB}
     )
     plugins().register(BuiltInLayerKinds(), BuiltInLayerKinds.NAME)
     kinds = plugins().layer_kinds()
-    prefixes = open_cache(settings)
+    prefixes = open_cache(settings, emit=events.append)
     attach(prefixes, NAMESPACE, identify(model), [model], kinds)
     yield PrefixPromptCache(prefixes, kinds, Ranks())
     tier_of(prefixes).close()
@@ -123,7 +125,7 @@ def work(folder: Path, disk: Path, seed: int) -> None:
     """Generate and store until killed, or left alone in the world."""
     model, _ = load_model(folder)
     parent = os.getppid()
-    with opened(model, disk) as face:
+    with opened(model, disk, Events()) as face:
         os.write(1, f"{os.getpid()}\n".encode())
         for prompt in prompts_of(seed):
             answer(model, prompt, face, stores=True)
@@ -238,7 +240,8 @@ class Checker:
     def check(self, killed: Killed) -> None:
         """Some of the prompts of a process that was killed."""
         asked = prompts_of(killed.seed)
-        with opened(self._models[killed.family], self._disk) as face:
+        events = Events()
+        with opened(self._models[killed.family], self._disk, events) as face:
             for prompt in (next(asked) for _ in range(4)):
                 found = answer(self._models[killed.family], prompt, face, stores=False)
                 cold = self._cold(killed.family, tuple(prompt))
@@ -246,7 +249,7 @@ class Checker:
                 self.hits += found.hit_tokens > 0
                 if not found.is_like(cold):
                     self.wrong.append((killed, found, cold))
-            assert face.cache is not None and not face.cache.counters.errors
+            assert not events.of(Error)
             counters = tier_of(face.cache).counters
             assert tier_of(face.cache).flush() and not counters.errors and not counters.quarantined
         self.evicted += counters.evicted_files

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
-from mlx_lm_kvcache_plugin.events import Reason
+from mlx_lm_kvcache_plugin.events import Insert, Reason
 from mlx_lm_kvcache_plugin.store.budget import GIB
 from tests import models
 from tests.integration.clients import MODES, Answer
@@ -372,8 +372,9 @@ def test_all_of_it_adds_up(model: Path, tmp_path: Path) -> None:
                 check_clearing(server)
         told = server.stats()
         assert told["evictions"]["memory"]["blocks"] > 0
-        assert told["inserts"]["count"] == server.recorder.counters.inserts
-        assert told["inserts"]["new_tokens"] == server.recorder.counters.stored_tokens
+        inserts = server.recorder.events.of(Insert)
+        assert told["inserts"]["count"] == len(inserts)
+        assert told["inserts"]["new_tokens"] == sum(event.new_tokens for event in inserts)
         assert {each["model"] for each in told["models"]} == set(folders)
         assert told["memory"]["limit_bytes"] == 2 << 20
         check_metrics(server, told)

@@ -23,6 +23,7 @@ from mlx_lm_kvcache_plugin.disk import files
 from mlx_lm_kvcache_plugin.disk.names import CHECKPOINT, Name, child_key
 from mlx_lm_kvcache_plugin.disk.tier import DiskTier
 from mlx_lm_kvcache_plugin.errors import LayerKindError
+from mlx_lm_kvcache_plugin.events import Error, Restore
 from mlx_lm_kvcache_plugin.layers import STATEFUL, Frozen, Layer, LayerKinds, Layout
 from mlx_lm_kvcache_plugin.patches.layer_kinds import Empty
 from mlx_lm_kvcache_plugin.patches.models_cache import Leaf, Nested
@@ -30,6 +31,7 @@ from mlx_lm_kvcache_plugin.patches.opening import attach, identify
 from mlx_lm_kvcache_plugin.patches.portable import PortableLayers
 from mlx_lm_kvcache_plugin.patches.snapshot import HostArray, Snapshot
 from mlx_lm_kvcache_plugin.prefix_cache import BLOCK_TOKENS
+from tests.events import Events
 from tests.families.speed import fast_for_each_layout
 from tests.patches.cache_objects import (
     KINDS,
@@ -48,10 +50,12 @@ from tests.patches.faces import make_face
 from tests.patches.test_every_model import CUT, MODEL, NAMES, PROMPT, logits_after
 
 
-def face_on(folder: Path, model: Any, codec: str, bits: int | None) -> tuple[Any, DiskTier]:
+def face_on(
+    folder: Path, model: Any, codec: str, bits: int | None, events: Events
+) -> tuple[Any, DiskTier]:
     """A prompt cache that knows nothing yet but its folder."""
     tier = DiskTier(folder, 1 << 30)
-    face = make_face(codec, bits=bits, block_tokens=BLOCK_TOKENS, tier=tier)
+    face = make_face(codec, bits=bits, block_tokens=BLOCK_TOKENS, tier=tier, emit=events.append)
     attach(face.cache, MODEL, identify(model), [model], face.kinds)
     return face, tier
 
@@ -65,12 +69,13 @@ def test_a_restart_goes_on_where_it_was(
     model, _ = load_model(family_folder(name))
     model(mx.array([PROMPT[:1]]))  # plamo3 keeps what it computes of its weights at first
     caches = make_prompt_cache(model)
-    before, tier = face_on(tmp_path, model, codec, bits)
+    told = Events(), Events()
+    before, tier = face_on(tmp_path, model, codec, bits, told[0])
     for start, stop in ((0, 150), (150, len(PROMPT) - 1)):
         mx.eval(model(mx.array([PROMPT[start:stop]]), cache=caches))
         before.insert_cache(MODEL, PROMPT[:stop], caches)
     assert tier.flush()
-    after, _ = face_on(tmp_path, model, codec, bits)
+    after, _ = face_on(tmp_path, model, codec, bits, told[1])
     for tokens in (CUT, PROMPT):
         expected, rest = before.fetch_nearest_cache(MODEL, tokens)
         fetched, rest_after = after.fetch_nearest_cache(MODEL, tokens)
@@ -80,8 +85,8 @@ def test_a_restart_goes_on_where_it_was(
             assert np.array_equal(
                 logits_after(model, rest, fetched), logits_after(model, rest, expected)
             )
-    assert not before.cache.counters.errors and not after.cache.counters.errors
-    assert after.cache.counters.restored_tokens
+    assert not told[0].of(Error) and not told[1].of(Error)
+    assert sum(event.tokens for event in told[1].of(Restore))
     after.cache.tree.check()
 
 

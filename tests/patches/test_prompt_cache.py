@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_lm_kvcache_plugin.events import Counters, Error, Event, Evict, Miss, Reason, Stop
+from mlx_lm_kvcache_plugin.events import Error, Hit, Miss, Reason, Stop
 from mlx_lm_kvcache_plugin.patches.models_cache import leaves_of
 from mlx_lm_kvcache_plugin.patches.prompt_cache import (
     CACHE_TYPES,
@@ -32,8 +32,8 @@ from mlx_lm_kvcache_plugin.patches.prompt_cache import (
     PrefixPromptCache,
 )
 from mlx_lm_kvcache_plugin.patches.ranks import Ranks
-from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget
+from tests.events import Events
 from tests.patches import cache_objects as objects
 from tests.patches.cache_objects import KINDS, STATE_KINDS, known_kinds, same, visible
 from tests.store.caches import Machine, make_cache
@@ -111,11 +111,9 @@ def are_for(caches: list[Any], tokens: Tokens, make: Make) -> bool:
 class Face(PrefixPromptCache):
     """Ours over a small store, with the events and an audit after each operation."""
 
-    def __init__(
-        self, cache: PrefixCache | None = None, ranks: Ranks | None = None, **options: Any
-    ) -> None:
-        self.events: list[Event] = []
-        self.store = cache or make_cache(emit=self.events.append, **options)
+    def __init__(self, ranks: Ranks | None = None, **options: Any) -> None:
+        self.events = Events()
+        self.store = make_cache(emit=self.events.append, **options)
         super().__init__(self.store, known_kinds(), ranks or Ranks())
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> Any:
@@ -186,8 +184,8 @@ def test_the_same_script_over_stock_and_ours(make: Make, seed: int) -> None:
         for cache in (stock, ours):
             cache.insert_cache(MODEL, tokens[:], make(tokens), cache_type="assistant")
         known.append(tokens)
-    assert not [event for event in ours.events if isinstance(event, Error)]
-    assert ours.store.counters.hits > 10
+    assert not ours.events.of(Error)
+    assert len(ours.events.of(Hit)) > 10
 
 
 def last_on_the_way(known: list[list[int]], tokens: list[int]) -> int:
@@ -290,11 +288,11 @@ def test_every_kind_goes_through_the_store(kind: str, bits: int | None) -> None:
 
     Beside a plain layer, which makes sure that there are rows in blocks.
     """
-    ours = Face(make_cache("raw" if bits is None else "rotated", bits, block_tokens=128))
+    ours = Face(codec="raw" if bits is None else "rotated", bits=bits, block_tokens=128)
     tokens, caches = tokens_and_caches(kind)
     ours.insert_cache(MODEL, tokens, caches)
     back, rest = ours.fetch_nearest_cache(MODEL, [*tokens, 1])
-    assert back is not None and rest == [1] and ours.store.counters.errors == 0
+    assert back is not None and rest == [1] and not ours.events.of(Error)
     _, (layer, plain) = tokens_and_caches(kind)
     if bits is None:
         assert same(visible(back[1]), visible(plain))
@@ -386,7 +384,7 @@ def test_beside_a_draft_only_rows_are_stored(make: Make, length: int, expected: 
         ours, tokens = Face(), list(range(length))
         ours.insert_cache(("model", None, draft), tokens, make(tokens))
         assert ours.hit([*tokens, 99], model=("model", None, draft)) == hit
-        assert ours.store.counters.errors == 0 and (ours.nbytes > 0) is (hit > 0)
+        assert not ours.events.of(Error) and (ours.nbytes > 0) is (hit > 0)
 
 
 # What cannot be cut
@@ -414,8 +412,8 @@ def test_a_cache_that_trims_less_than_asked_is_a_miss() -> None:
     caches, rest = ours.fetch_nearest_cache(MODEL, [*tokens, 99])
     assert caches is not None and rest == [99]
     assert same(visible(caches[0]), visible(make(tokens)[0]))
-    assert (ours.store.counters.hits, ours.store.counters.misses) == (1, 2)
-    assert ours.store.counters.errors == 0
+    assert (len(ours.events.of(Hit)), len(ours.events.of(Miss))) == (1, 2)
+    assert not ours.events.of(Error)
 
 
 @pytest.mark.parametrize("shared", [3, 8, 12, 19])
@@ -443,7 +441,7 @@ def test_what_holds_nothing_is_not_stored(empty: Callable[[], Any]) -> None:
     ours.put(range(10))
     ours.insert_cache(MODEL, list(range(20)), [empty()])
     assert ours.hit(range(30)) == 10
-    assert ours.store.counters.errors == 0
+    assert not ours.events.of(Error)
 
 
 def test_a_window_beside_plain_layers_shares_their_blocks() -> None:
@@ -554,7 +552,7 @@ def test_trimming_evicts_at_once() -> None:
     ours.put(range(10))
     ours.trim_to(n_sequences=-1)
     assert len(ours) == 0
-    assert {event.cause for event in ours.events if isinstance(event, Evict)} == {"trim"}
+    assert ours.events.causes().keys() == {"trim"}
 
 
 def test_sequences_and_bytes_by_type() -> None:
@@ -611,24 +609,22 @@ BROKEN["a layer that refers to itself"].append(BROKEN["a layer that refers to it
 def test_a_cache_that_cannot_be_stored_is_skipped(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever comes in: logged once, counted each time, and all else is as it was."""
+    """Whatever comes in: logged once, an event each time, and all else is as it was."""
     ours = Face()
     ours.put(range(10))
     before = ours.nbytes, len(ours)
     for number in range(3):
         ours.insert_cache(MODEL, [number, 50, 51], BROKEN[kind])
     assert (ours.nbytes, len(ours)) == before
-    assert ours.store.counters.errors == 3
+    assert len(ours.events.of(Error)) == 3
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert ours.hit(range(10)) == 9
 
 
 def test_a_failure_is_a_miss_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """With its cause, once for each operation and kind of error, and counted every time."""
+    """With its cause, once for each operation and kind of error, and an event every time."""
     machine = Machine()
-    events: list[Event] = []
-    budget = Budget(limit_bytes=GIB, probe=machine.probe)
-    ours = Face(make_cache("raw", budget=budget, emit=events.append))
+    ours = Face(budget=Budget(limit_bytes=GIB, probe=machine.probe))
     ours.put(range(10))
 
     def fail_with(error: Exception) -> None:
@@ -651,13 +647,9 @@ def test_a_failure_is_a_miss_and_told_once(caplog: pytest.LogCaptureFixture) -> 
         "prefix cache: insert failed and was skipped: KeyError: 'third'",
     ]
     assert all(record.exc_info for record in caplog.records)
-    errors = [event for event in events if isinstance(event, Error)]
+    errors = ours.events.of(Error)
     assert [error.operation for error in errors] == ["fetch", "insert"] * 3
     assert errors[2] == Error("fetch", "OSError: second")
-    counters = Counters()
-    for event in events:
-        counters.count(event)
-    assert counters == ours.store.counters and counters.errors == 6
 
 
 def test_what_ends_the_process_is_no_failure() -> None:
@@ -743,7 +735,7 @@ def test_a_hit_is_what_every_rank_can_restore(
     if caches is not None:
         assert are_for(caches, tokens[:expected], make)
     assert ours.fetched == (MODEL, [*tokens, 98, 99], expected)
-    assert ours.store.counters.hits == int(expected > 0)
+    assert len(ours.events.of(Hit)) == int(expected > 0)
 
 
 def test_a_rank_that_cannot_restore_makes_it_a_miss_for_all() -> None:
@@ -802,7 +794,7 @@ def test_two_ranks_reuse_alike() -> None:
             tokens = list(range(start, start + chance.randint(1, 40)))
             hits.append(ours.hit([*tokens, 7]))
             ours.put(tokens, make=rotating_caches)
-        assert ours.store.counters.errors == 0
+        assert not ours.events.of(Error)
         return hits
 
     with ThreadPoolExecutor(2) as threads:

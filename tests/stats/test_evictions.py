@@ -63,10 +63,11 @@ def test_a_tail_is_remembered_too(tail: str) -> None:
     assert cause(recent, "x" + tail) is None
 
 
-def test_a_checkpoint_is_not_remembered() -> None:
-    """What bore it tells the same."""
+def test_a_checkpoint_holds_no_tokens() -> None:
+    """It is no reason why they are gone."""
     recent = remembering(Evicted(hash(MODEL), b"", Cause.MEMORY))
     assert recent.cause(hash(MODEL), [b""], 0) is None
+    assert recent.checkpoint_cause(hash(MODEL), b"", -1) == Cause.MEMORY
 
 
 def test_what_is_stored_again_is_forgotten() -> None:

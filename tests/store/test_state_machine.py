@@ -6,7 +6,7 @@ Whoever reads it while it changes does so whenever its lock is about to be free.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mlx_lm_kvcache_plugin.codecs.raw import RawCodec
-from mlx_lm_kvcache_plugin.events import Event, Evict, Hit, Insert, Miss
+from mlx_lm_kvcache_plugin.events import Error, Evict, Hit, Insert, Miss
 from mlx_lm_kvcache_plugin.inspection.explanation import explain
 from mlx_lm_kvcache_plugin.inspection.sequences import list_sequences
 from mlx_lm_kvcache_plugin.layers import Fetched, Layers
@@ -24,6 +24,7 @@ from mlx_lm_kvcache_plugin.stats.history import History
 from mlx_lm_kvcache_plugin.store.blocks import Block
 from mlx_lm_kvcache_plugin.store.budget import GIB, Budget, logger
 from mlx_lm_kvcache_plugin.store.thinning import GENERATED, PROMPT, SYSTEM, USER
+from tests.events import Events
 from tests.store.caches import (
     Crash,
     Machine,
@@ -111,7 +112,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.machine = Machine()
         self.ceiling: int | None = None
-        self.events: list[Event] = []
+        self.events = Events()
         budget = Budget(
             limit_bytes=LIMIT_BYTES, ceiling=lambda: self.ceiling, probe=self.machine.probe
         )
@@ -131,7 +132,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=sequences, namespace=namespaces, label=labels)
     def insert(self, tokens: Sequence, namespace: str, label: str) -> None:
-        self.events.clear()
+        self.events.forget()
         label = label if namespace in THINNED else SYSTEM
         insert(self.cache, tokens, namespace, label, **self.shape(namespace))
         self.expect_stored(tokens, namespace)
@@ -189,7 +190,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """A crash skips the insert whole: nothing is half stored, whatever had to go first."""
         before = set(self.cache.tree)
         layers = replace(self.layers_of(tokens, namespace), **changes)
-        self.events.clear()
+        self.events.forget()
         try:
             self.cache.insert(namespace, tokens, layers, SYSTEM)
             has_crashed = False
@@ -211,7 +212,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.expect_fetch(tokens, namespace)
 
     def expect_fetch(self, tokens: Sequence, namespace: str) -> int:
-        self.events.clear()
+        self.events.forget()
         fetched = fetched_from(self.cache, tokens, namespace)
         self.notice_evictions()
         hit = fetched.tokens if fetched is not None else 0
@@ -223,7 +224,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(tokens=sequences, namespace=namespaces, most=st.integers(0, 12))
     def fetch_within_a_bound(self, tokens: Sequence, namespace: str, most: int) -> None:
         """As ranks do that have to agree on what all of them can restore."""
-        self.events.clear()
+        self.events.forget()
         prefix = self.cache.match(namespace, tokens, most)
         fetched = self.cache.fetch(tokens, prefix)
         self.notice_evictions()
@@ -260,7 +261,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     ) -> None:
         """A hit that cannot be decoded is told as an error, and is there the next time."""
         before = set(self.cache.tree)
-        self.events.clear()
+        self.events.forget()
         try:
             with crashing("decode", on_call):
                 fetched_from(self.cache, tokens, namespace)
@@ -290,7 +291,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         explained = explain(self.cache, namespace, tokens)
         list_sequences(self.cache.tree)
         assert self.everything() == before
-        self.events.clear()
+        self.events.forget()
         prefix = self.cache.match(namespace, tokens)
         fetched = self.cache.fetch(tokens, prefix, namespace=namespace)
         (told,) = [event for event in self.events if isinstance(event, Hit | Miss)]
@@ -305,7 +306,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         nodes = [(node, node.used_at, node.nbytes, list(node.children)) for node in self.cache.tree]
         history = self.cache.history
         predicted = history.predicted if history is not None else None
-        return nodes, state_of(self.cache), astuple(self.cache.counters), predicted
+        return nodes, state_of(self.cache), list(self.events), predicted
 
     # What may be held
 
@@ -360,7 +361,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
         self.machine.before_probing = run_short
         with patch.object(logger, "warning"):
-            self.events.clear()
+            self.events.forget()
             insert(self.cache, tokens, namespace, SYSTEM, **self.shape(namespace))
         self.machine.before_probing = lambda: None
         self.machine.available_bytes = 10 * GIB
@@ -411,7 +412,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def everything_adds_up(self) -> None:
         self.cache.tree.check()
         assert self.cache.tree.used_bytes <= LIMIT_BYTES
-        assert self.cache.history is not None and not self.cache.counters.errors
+        assert self.cache.history is not None and not self.events.of(Error)
         predicted = self.cache.history.predicted
         told = {**predicted.at, 1.0: predicted.hit_tokens}  # larger ones, if nothing was too large
         hits = [told[scale] for scale in sorted(told)]
