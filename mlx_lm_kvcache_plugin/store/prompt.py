@@ -26,12 +26,12 @@ class Prompt:
         return len(self._tokens)
 
     def __getitem__(self, part: slice) -> Tokens:
-        _, end, _ = part.indices(len(self))
+        start, end, _ = part.indices(len(self))
         seen = len(self._ids)
         if end > seen:
             more = np.asarray(self._tokens[seen:end], np.int64)
             self._ids = np.concatenate([self._ids, more])
-        return self._ids[part.start : end]
+        return self._ids[start:end]
 
 
 TokenIds = Sequence[int] | Tokens | Prompt
