@@ -134,8 +134,13 @@ def serve(case: Case, model: Path, folder: Path) -> AbstractContextManager[Clien
 
 
 @pytest.mark.filterwarnings("ignore:.*rope_scaling:FutureWarning")  # transformers on our settings
-@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *((name, 12) for name in ("one rank", "tensors", "tensors, windows", "pipeline, states")),
+        *(pytest.param(name, 100, marks=pytest.mark.slow) for name in CASES),
+    ],
+)
 def test_every_answer_is_right(tmp_path: Path, installed: None, name: str, count: int) -> None:
     """All are answered, with the tokens of a server that keeps nothing.
 

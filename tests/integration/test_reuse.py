@@ -16,7 +16,10 @@ from tests.models import prompt
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 256, 300])
+@pytest.mark.parametrize(
+    "length",
+    [1, 128, 129, 300, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 127, 256))],
+)
 def test_an_exact_hit_computes_the_last_token(
     model: Path, cold: LocalServer, mode: str, length: int
 ) -> None:

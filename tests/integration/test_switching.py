@@ -59,9 +59,17 @@ def adapter(folder: Path, model: Path, seed: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "length", [WINDOW - 10, pytest.param(3 * WINDOW, marks=pytest.mark.slow), 300]
+    ("mode", "length"),
+    [
+        ("batched", WINDOW - 10),
+        ("sequential", 300),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [("sequential", WINDOW - 10), ("batched", 300)]
+            + [(mode, 3 * WINDOW) for mode in MODES]
+        ),
+    ],
 )
 def test_models_take_turns(
     folders: dict[str, Path], anything: LocalServer, mode: str, length: int
