@@ -60,6 +60,21 @@ def find_common(
     ]
 
 
+def following(node: Block, rows: int) -> tuple[Block, int] | None:
+    """What is stored behind the first rows of a node: the node that has it, and behind how many of
+    that one's own rows; None if nothing is. Of several, what was used last.
+
+    A tail that bears a checkpoint stays beside the block that begins with it.
+    """
+    if rows < node.tokens:
+        return node, rows
+    found = [(child, 0) for child in node.children.values() if child.key]
+    if node.is_bearer and node.parent is not None:
+        others = node.parent.children.values()
+        found += [(o, rows) for o in others if o is not node and o.key.startswith(node.key)]
+    return max(found, key=lambda each: each[0].used_at, default=None)
+
+
 def _as_far_as_stored(
     tree: BlockTree, spaces: Sequence[Space], tokens: TokenIds, longest: int
 ) -> tuple[Tokens, int]:

@@ -154,9 +154,9 @@ class Offload:
             return
         begun, tokens = time.perf_counter(), 0
         with self._failing_softly("restore"):
-            for layout, text in self._layouts(namespace, attached):
+            for layout, text in self._layouts(self._tier, namespace, attached):
                 space = self._spaces.open(namespace, layout)
-                search = self._search(attached, text, space, layout, ids)
+                search = self._search(self._tier, attached, text, space, layout, ids)
                 home, portable = attached.home, attached.portable
                 tokens += Restoration(self._tier, home, portable, self._tree, space, search).run()
         if tokens:
@@ -171,29 +171,36 @@ class Offload:
         attached = self._attached.get(namespace)
         if attached is None or not len(ids):
             return 0, False
+        tier = self._tier.untouched()
         spaces = {space.layout: space for space in self._spaces.of(namespace)}
         return max(
             (
-                self._search(attached, text, spaces.get(layout), layout, ids).reach()
-                for layout, text in self._layouts(namespace, attached, sets_aside=False)
+                self._search(tier, attached, text, spaces.get(layout), layout, ids).reach()
+                for layout, text in self._layouts(tier, namespace, attached)
             ),
             default=(0, False),
         )
 
     def _layouts(
-        self, namespace: Hashable, attached: Attached, *, sets_aside: bool = True
+        self, tier: DiskTier, namespace: Hashable, attached: Attached
     ) -> Iterator[tuple[Layout, str]]:
         """Those on disk that can be of this model, and their texts."""
-        for digest, text in self._tier.layouts(attached.home, sets_aside=sets_aside).items():
+        for digest, text in tier.layouts(attached.home).items():
             layout = attached.layout(digest, text)
             if layout is not None and self._spaces.fits(namespace, layout):
                 yield layout, text
 
     def _search(
-        self, attached: Attached, text: str, space: Hashable, layout: Layout, ids: Tokens
+        self,
+        tier: DiskTier,
+        attached: Attached,
+        text: str,
+        space: Hashable,
+        layout: Layout,
+        ids: Tokens,
     ) -> Search:
         naming = Naming.of(attached.home, text, self._tree.block_tokens)
-        return Search(self._tier, attached.home, self._tree, space, layout, naming, ids)
+        return Search(tier, attached.home, self._tree, space, layout, naming, ids)
 
     @contextmanager
     def _failing_softly(self, operation: str) -> Iterator[None]:

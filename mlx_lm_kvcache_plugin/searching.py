@@ -57,12 +57,12 @@ class Search:
     def reach(self) -> tuple[int, bool]:
         """How many tokens would be of use if all that is found were restored.
 
-        And whether what is found goes on with others there. Changes nothing on disk either.
+        And whether what is found goes on with others there.
         """
         if self._layout.needs_checkpoint:
             deepest = next(self.checkpoints(0), None)
             return (deepest[0] * self.step + deepest[1].tokens if deepest else 0), False
-        names, sequence = self.rows(sets_aside=False)
+        names, sequence = self.rows()
         if not names:
             with self._tree.lock:
                 common = self._tree.match(self._space, self.ids).tokens
@@ -70,13 +70,9 @@ class Search:
             common = common_tokens(sequence.tobytes(), self.ids.tobytes())
         return before_image(self.ids, common), common < len(sequence)
 
-    def rows(self, *, sets_aside: bool = True) -> tuple[list[Name], Tokens]:
+    def rows(self) -> tuple[list[Name], Tokens]:
         """What can be cut anywhere: the files that go on where the tree ends, and all tokens to
-        the end of the last one.
-
-        Args:
-            sets_aside: what turns out to be broken; else it is read past.
-        """
+        the end of the last one."""
         way = self._held_blocks()
         held, depth = len(way), self._depth_on_disk(len(way))
         names = [self.block(place) for place in range(held, depth)]
@@ -86,7 +82,7 @@ class Search:
             with self._tree.lock:
                 node = way[-1] if way else self._tree.root(self._space)
                 rows = self._tree.longest_run(node, self.ids[len(sequence) :])[1]
-        child, tokens = self._longest_child(depth, rows, sets_aside)
+        child, tokens = self._longest_child(depth, rows)
         if child is not None:
             names.append(child)
             sequence = np.concatenate([sequence, np.frombuffer(tokens, np.int64)])
@@ -96,12 +92,12 @@ class Search:
         with self._tree.lock:  # and not for longer: a disk may be slow
             return self._tree.walk(self._space, self.ids)
 
-    def _longest_child(self, depth: int, rows: int, sets_aside: bool) -> tuple[Name | None, bytes]:
+    def _longest_child(self, depth: int, rows: int) -> tuple[Name | None, bytes]:
         """The file that goes on after so many blocks and shares more than `rows` tokens."""
         rest = self.ids[depth * self.step :][: self.step].tobytes()
         best: tuple[Name | None, bytes] = None, b""
         for name in self._children(depth, BLOCK, MOST_CHILDREN):
-            tokens = self._tier.tokens_of(self._home, name, sets_aside=sets_aside)
+            tokens = self._tier.tokens_of(self._home, name)
             shared = common_tokens(tokens, rest) if tokens is not None else 0
             if tokens is not None and shared > rows:
                 best, rows = (name, tokens), shared

@@ -253,6 +253,26 @@ def test_a_checkpoint_was_given_up_and_a_shorter_sequence_was_not() -> None:
     assert asked.ask([*range(5), NEW, NEW]) == (5, Stop(Reason.DIVERGED, 5))
 
 
+def test_rows_of_no_use_were_given_up() -> None:
+    """No checkpoint among them was on the way, so that none of them would have been a hit."""
+    asked = Asked().store(range(8), label=SYSTEM, **STATES)
+    asked.store(range(40), **STATES)
+    prompt = [*range(28), *[NEW] * 20]
+    assert asked.ask(prompt) == (8, Stop(Reason.NOT_RESTORABLE, 28))
+    asked.ask([*range(8), NEW])  # which is used last
+    asked.cache.trim_to(n_sequences=1)
+    assert asked.ask(prompt) == (8, Stop(Reason.NOTHING_STORED, 8))
+    assert asked.ask([*range(40), NEW]) == (8, Stop(Reason.EVICTED, 8, "trim"))
+
+
+def test_a_checkpoint_at_the_very_end_is_of_no_use() -> None:
+    """The last token has to be computed, so that one would not have been a hit."""
+    asked = Asked().store(range(6), label=SYSTEM, **STATES).store(range(14), **STATES)
+    asked.cache.trim_to(n_sequences=1)
+    assert asked.ask(range(6)) == (0, Stop(Reason.NOT_RESTORABLE, 6))
+    assert asked.ask(range(7)) == (0, Stop(Reason.NOT_RESTORABLE, 7, "trim"))
+
+
 def test_without_a_history_nobody_knows_what_was_given_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -434,7 +454,7 @@ def test_what_is_told_is_so(
             held.clear()
     hit_tokens, stop = asked.ask(prompt)
     longest = max((common(each, prompt) for each in held), default=0)
-    lost = max((common(each, prompt) for each in gone), default=0)
+    lost = lost_beyond(hit_tokens, longest, gone, prompt, kind)
     if stop is None:
         assert hit_tokens == len(prompt) - 1
     elif stop.reason is Reason.BELOW_ONE_TOKEN:
@@ -447,11 +467,32 @@ def test_what_is_told_is_so(
                 assert stop.cause == "trim"
             case Reason.NOT_RESTORABLE:
                 assert kind != "rows" and longest > hit_tokens
-                assert stop.cause in ("", "trim")
+                assert (stop.cause == "trim") is (lost > 0)
             case Reason.DIVERGED:
                 assert goes_on and hit_tokens == longest
             case reason:
                 assert reason is Reason.NOTHING_STORED and hit_tokens == longest and not goes_on
-        # A block more than what is held, or half of the rest.
-        least = longest + max(1, min(4, (len(prompt) - longest) // 2))
-        assert (stop.reason is Reason.EVICTED) == (lost >= least)
+        assert (stop.reason is Reason.EVICTED) == (lost > longest)
+
+
+def lost_beyond(
+    hit_tokens: int,
+    longest: int,
+    gone: Sequence[tuple[int, ...]],
+    prompt: tuple[int, ...],
+    kind: str,
+) -> int:
+    """How much of a prompt would have been a hit, had nothing been given up; 0 if that is no loss.
+
+    A loss is a block more than what is there, or half of the rest: of rows, than what is in common;
+    of what is resumed at checkpoints, than what was a hit.
+    """
+    found = [0]
+    for each in gone:
+        if kind == "states" or (kind == "windows" and len(each) > 6):
+            there, would_hit = hit_tokens, len(each) * (prompt[:-1][: len(each)] == each)
+        else:
+            there, would_hit = longest, common(each, prompt)
+        if would_hit >= there + max(1, min(4, (len(prompt) - there) // 2)):
+            found.append(would_hit)
+    return max(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
@@ -71,6 +72,7 @@ class DiskTier:
         self._folder = Folder(folder)
         self._limit = Limit(self._folder.root, limit_bytes, self.counters, disk_usage)
         self._writer = Writer(self._folder, self._limit, self.counters, pause_seconds)
+        self._is_view = False
         self._tokens = lru_cache(REMEMBERED_TOKENS)(self._read_tokens)
         try:
             os.makedirs(self._folder.root, 0o700, exist_ok=True)
@@ -100,16 +102,17 @@ class DiskTier:
         """What all files of ours have, as far as this process knows."""
         return self._limit.used_bytes
 
-    def layouts(self, home: Home, *, sets_aside: bool = True) -> dict[bytes, str]:
-        """The texts of the layouts that a namespace's records have, by their digests.
+    def untouched(self) -> DiskTier:
+        """The same to look at: what is broken stays where it is, and nothing is counted."""
+        view = copy.copy(self)
+        view._is_view = True
+        return view
 
-        Args:
-            sets_aside: see `tokens_of`.
-        """
+    def layouts(self, home: Home) -> dict[bytes, str]:
+        """The texts of the layouts that a namespace's records have, by their digests."""
         found: dict[bytes, str] = {}
         for path in self._folder.layouts(home):
-            look = partial(read_layout, os.path.basename(path))
-            layout = self._examine(path, look, sets_aside)
+            layout = self._examine(path, partial(read_layout, os.path.basename(path)))
             if layout:
                 found[layout[0]] = layout[1]
         return found
@@ -138,19 +141,15 @@ class DiskTier:
             return False
         return stat.S_ISREG(status.st_mode)
 
-    def tokens_of(self, home: Home, name: Name, *, sets_aside: bool = True) -> bytes | None:
+    def tokens_of(self, home: Home, name: Name) -> bytes | None:
         """A record's tokens, from the head of its file; they have the key of its name.
 
         They are remembered, so the file may be gone by now.
-
-        Args:
-            sets_aside: what is broken; else it is left where it is, and nothing is counted.
         """
         try:
             return self._tokens(home.namespace, name)
         except UNREADABLE as error:
-            if sets_aside:
-                self._failed(self._folder.record(home, name), error)
+            self._failed(self._folder.record(home, name), error)
             return None
 
     def read(self, home: Home, name: Name) -> Record | None:
@@ -222,21 +221,18 @@ class DiskTier:
         with open_file(self._folder.record(Home(namespace, {}), name)) as file:
             return read_tokens(name, file)
 
-    def _examine(
-        self, path: str, look: Callable[[BufferedReader], T], sets_aside: bool = True
-    ) -> T | None:
+    def _examine(self, path: str, look: Callable[[BufferedReader], T]) -> T | None:
         """What `look` makes of a file; None if it is not there, or cannot be read."""
         try:
             with open_file(path) as file:
                 return look(file)
         except UNREADABLE as error:
-            if sets_aside:
-                self._failed(path, error)
+            self._failed(path, error)
             return None
 
     def _failed(self, path: str, cause: Exception) -> None:
         """Set a broken file aside, or count what is not its fault; what is not there is neither."""
-        if isinstance(cause, FileNotFoundError | NotADirectoryError):
+        if self._is_view or isinstance(cause, FileNotFoundError | NotADirectoryError):
             return
         if not is_broken(cause) or not self._folder.quarantine(path):
             self.counters.errors += 1

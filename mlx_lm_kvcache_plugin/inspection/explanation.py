@@ -10,7 +10,7 @@ import numpy as np
 
 from ..diagnosis import diagnose
 from ..events import Reason, Stop
-from ..matching import find_longest
+from ..matching import find_longest, following
 from ..prefix_cache import PrefixCache
 from ..store.blocks import TOKEN_BYTES, Block, Match, Root
 
@@ -80,25 +80,23 @@ def explain(cache: PrefixCache, namespace: Hashable, tokens: Sequence[int]) -> E
 
 def _nearest(root: Root, common: Match, tokens: Sequence[int]) -> Nearest:
     end = common.tokens
-    last: Block = common.blocks[-1] if common.blocks else root
-    following, used_at = _after(last, common.rows)
+    stored, used_at = _after(common.blocks[-1] if common.blocks else root, common.rows)
     return Nearest(
         end,
         used_at,
         list(tokens[max(0, end - AROUND_TOKENS) : end]),
         list(tokens[end : end + AROUND_TOKENS]),
-        following,
+        stored,
     )
 
 
 def _after(node: Block, rows: int) -> tuple[list[int], float]:
     """The tokens that are stored behind the first rows of a node, and when they were last used."""
-    data, used_at = node.key[rows * TOKEN_BYTES :], node.used_at
-    while len(data) < AROUND_TOKENS * TOKEN_BYTES:
-        children = [child for child in node.children.values() if child.key]
-        if not children:
-            break
-        node = max(children, key=lambda child: child.used_at)
+    data, used_at = b"", node.used_at
+    place = following(node, rows)
+    while place is not None and len(data) < AROUND_TOKENS * TOKEN_BYTES:
+        node, rows = place
+        data += node.key[rows * TOKEN_BYTES :]
         used_at = used_at or node.used_at  # a root has no time of its own
-        data += node.key
+        place = following(node, node.tokens)
     return np.frombuffer(data, np.int64)[:AROUND_TOKENS].tolist(), used_at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email.errors
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,13 @@ READ_AT_ONCE = 1 << 16
 
 DISCARD_SECONDS, DISCARDED_BYTES = 2.0, 1 << 26
 """What is done for a client that sends a body which nobody wants."""
+
+GARBLED = (
+    email.errors.FirstHeaderLineIsContinuationDefect,
+    email.errors.InvalidHeaderDefect,
+    email.errors.MissingHeaderBodySeparatorDefect,
+)
+"""What Python says of lines that are no headers. It drops them, or all that come behind them."""
 
 BODY_HEADERS = ("Content-Length", "Transfer-Encoding")
 
@@ -78,6 +86,7 @@ def request_of(handler: Any, body: Body) -> Request:
         hosts=frozenset(name.lower() for name in names),
         port=port,
         read=body.read,
+        is_garbled=any(isinstance(defect, GARBLED) for defect in handler.headers.defects),
     )
 
 

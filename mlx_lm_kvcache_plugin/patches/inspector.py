@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,9 @@ NAMES_OF_PROVIDER = (
 )
 """What upstream's `ModelProvider.load` looks at."""
 
-CHANGES_TOKENIZER = {"max_length", "padding", "tokenizer_kwargs", "truncation"}
-"""Arguments of a template that change the settings of the one tokenizer that all threads have."""
+NOT_OF_THE_TEMPLATE = {"max_length", "padding", "return_tensors", "tokenizer_kwargs", "truncation"}
+"""Arguments beside those of a template that change the settings of the one tokenizer that all
+threads have, or have MLX make an array, which belongs to the generation thread."""
 
 LONGEST_WORDS = 200
 """Characters of what a run of tokens says."""
@@ -106,16 +108,19 @@ class ServerInspector:
     def _tokens(self, tokenizer: Any, body: dict[str, Any]) -> list[int]:
         """The prompt that upstream would make of a body."""
         request = _request_of(body)
-        template = body.get("chat_template_kwargs")
-        if isinstance(template, dict) and (changing := template.keys() & CHANGES_TOKENIZER):
-            raise Refusal(400, f"{', '.join(sorted(changing))} would change the tokenizer")
+        template = body.get("chat_template_kwargs") or {}
+        if not isinstance(template, dict):  # upstream takes a list of pairs as well
+            raise Refusal(400, "chat_template_kwargs is an object")
+        if refused := template.keys() & NOT_OF_THE_TEMPLATE:
+            names = ", ".join(sorted(refused))
+            raise Refusal(400, f"with {names} in chat_template_kwargs nothing can be explained")
         args = SimpleNamespace(chat_template_kwargs=template)
         try:
             # Tokenizers encode on several threads at once, as long as none changes their settings.
             prompt, *_ = self._tokenize(self._generator, tokenizer, request, args)
+            return list(map(operator.index, prompt))
         except Exception as error:
             raise Refusal(400, f"no prompt can be made of it: {error!r}") from error
-        return list(map(int, prompt))
 
     def _is_loaded(self, namespace: Hashable) -> bool:
         return bool(self._provider.model_key == namespace)

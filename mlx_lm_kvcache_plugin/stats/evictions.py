@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
@@ -74,19 +75,39 @@ class RecentEvictions:
             chain = chain_of(chain, key)
         return None
 
-    def checkpoint_cause(self, chain: int, following: bytes, held_tokens: int) -> Cause | None:
-        """Why a prompt's last checkpoint of one block was given up; None if it was not.
+    def checkpoint(
+        self, root: int, keys: Iterable[bytes], least_tokens: int, held_tokens: int
+    ) -> tuple[int, Cause] | None:
+        """The position of a prompt's last checkpoint that was given up, and why; None without one.
 
         Args:
-            chain: after the whole block before it, or the root's.
-            following: the tokens behind that, of one block at most.
-            held_tokens: it has to stand for more of these.
+            root: the chain that the prompt begins with.
+            keys: its tokens, block by block; the last of them need not be whole.
+            least_tokens: it has to stand for so many of these.
+            held_tokens: those of whole blocks that are there; behind them the way is one that was
+                given up.
         """
-        for key in reversed(self._keys.get(chain, [])):  # so the longest comes first
-            if following.startswith(key) and len(key) > held_tokens * TOKEN_BYTES:
-                bearer = chain_of(chain, key) if key else chain
+        found: tuple[int, Cause] | None = None
+        chain, start = root, 0
+        for key in itertools.chain(keys, [b""]) if self._causes else ():
+            found = self._checkpoint_at(chain, key, start, least_tokens) or found
+            end = start + self._block_tokens
+            is_known = end <= held_tokens or (chain, key) in self._causes
+            if len(key) < self._block_tokens * TOKEN_BYTES or not is_known:
+                break
+            chain, start = chain_of(chain, key), end
+        return found
+
+    def _checkpoint_at(
+        self, chain: int, key: bytes, start: int, least_tokens: int
+    ) -> tuple[int, Cause] | None:
+        """The last checkpoint within one block that begins after so many tokens."""
+        for rows in reversed(self._keys.get(chain, [])):  # so the longest comes first
+            position = start + len(rows) // TOKEN_BYTES
+            if position >= least_tokens and key.startswith(rows):
+                bearer = chain_of(chain, rows) if rows else chain
                 if cause := self._causes.get((bearer, CHECKPOINT)):
-                    return cause
+                    return position, cause
         return None
 
     def _nearest(self, chain: int, key: bytes) -> bytes:

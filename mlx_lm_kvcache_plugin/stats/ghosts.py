@@ -38,6 +38,11 @@ class GhostList:
     def __len__(self) -> int:
         return len(self._roots)
 
+    @property
+    def roots(self) -> set[int]:
+        """Those that it has chains of."""
+        return set(self._counts)
+
     def touch(self, chain: int, root: int) -> None:
         """Make a chain the most recently used one."""
         if chain in self._roots:
@@ -57,15 +62,17 @@ class GhostList:
         used_bytes = sum(count * weights[root] for root, count in self._counts.items())
         while self._roots and (used_bytes > limit_bytes or len(self._roots) > most):
             self.is_cut = self.is_cut or used_bytes <= limit_bytes
-            _, root = self._roots.popitem(last=False)
-            self._counts[root] -= 1
-            used_bytes -= weights[root]
+            oldest = next(iter(self._roots))
+            used_bytes -= weights[self._roots[oldest]]
+            self.discard(oldest)
 
     def discard(self, chain: int) -> None:
         """Give up a chain, if it is there."""
         root = self._roots.pop(chain, None)
         if root is not None:
             self._counts[root] -= 1
+            if not self._counts[root]:
+                del self._counts[root]
 
     def discard_roots(self, roots: Container[int]) -> None:
         """Give up all below these."""
@@ -111,6 +118,9 @@ class Ghosts:
             for chain in reversed(chains):
                 ghosts.touch(chain, root)
             ghosts.shrink(scale * limit_bytes, self._weights, most)
+        held = set().union(*(ghosts.roots for ghosts in self.lists.values()))
+        for gone in self._weights.keys() - held:
+            del self._weights[gone]
 
     def note_checkpoint(self, block: int, tail_tokens: int) -> None:
         """There is a checkpoint so many tokens behind a whole block, or the root."""

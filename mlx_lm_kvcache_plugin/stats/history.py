@@ -58,9 +58,10 @@ class History:
         self._roots: OrderedDict[Hashable, dict[int, bool]] = OrderedDict()
         self._told_scales = set(SCALES)
 
-    def roots(self, namespace: Hashable) -> list[int]:
-        """The chains that sequences of a namespace began with, whether or not any is left."""
-        return list(self._roots.get(namespace, ()))
+    def roots(self, namespace: Hashable) -> dict[int, bool]:
+        """The chains that sequences of a namespace began with, whether or not any is left; and
+        which of them can be restored at checkpoints alone."""
+        return self._roots.get(namespace, {})
 
     def evicted(self, nodes: Sequence[Evicted]) -> None:
         """These were given up."""
@@ -73,34 +74,36 @@ class History:
             self._ghosts.forget_roots({n.parent for n in nodes if n.cause is Cause.REPLACED})
         self._evictions.add(nodes)
 
-    def cause(self, chain: int, following: TokenIds, held_tokens: int) -> Cause | None:
-        """Why what follows a whole block, or a root, was given up; None if it was not.
-
-        A few tokens that all prompts begin with are no loss: what was given up has to be a block,
-        or half of what is left of the prompt.
+    def lost_rows(self, chain: int, start: int, tokens: TokenIds, held_tokens: int) -> Cause | None:
+        """Why what a prompt goes on with was given up; None if it was not.
 
         Args:
-            held_tokens: how many of these tokens are held elsewhere.
+            chain: of its last whole block that is there, or its root.
+            start: the position at which that ends.
+            held_tokens: how many of its tokens are there, in this way or another.
         """
-        lost_tokens = max(1, min(self.block_tokens, (len(following) - held_tokens) // 2))
-        return self._evictions.cause(chain, self._keys(following), held_tokens + lost_tokens)
+        least_tokens = self._least_loss(tokens, held_tokens) - start
+        return self._evictions.cause(chain, self._keys(tokens, start), least_tokens)
 
-    def checkpoint_cause(
-        self, chains: Sequence[int], tokens: TokenIds, hit_tokens: int
-    ) -> Cause | None:
-        """Why the last checkpoint of a prompt beyond what was a hit was given up, if it was.
+    def lost_checkpoint(
+        self, root: int, tokens: TokenIds, hit_tokens: int, held_tokens: int
+    ) -> tuple[int, Cause] | None:
+        """The position of the last checkpoint beyond a hit that was given up, and why, if any was.
 
         Args:
-            chains: of the root and of the whole blocks on its way.
-            tokens: all that led to one.
+            root: the chain that the prompt begins with.
+            held_tokens: as many of its tokens are there in whole blocks.
         """
-        for place in reversed(range(hit_tokens // self.block_tokens, len(chains))):
-            start = place * self.block_tokens
-            following = next(self._keys(tokens[start : start + self.block_tokens]), b"")
-            held_tokens = hit_tokens - start
-            if cause := self._evictions.checkpoint_cause(chains[place], following, held_tokens):
-                return cause
-        return None
+        least_tokens = self._least_loss(tokens, hit_tokens)
+        keys = self._keys(tokens, 0, len(tokens) - 1)  # the last token is computed in any case
+        return self._evictions.checkpoint(root, keys, least_tokens, held_tokens)
+
+    def _least_loss(self, tokens: TokenIds, had_tokens: int) -> int:
+        """How much of a prompt has to have been there for it to be a loss, with so much left of it.
+
+        That is a block more, or half of the rest: all prompts of a template begin alike.
+        """
+        return had_tokens + max(1, min(self.block_tokens, (len(tokens) - had_tokens) // 2))
 
     def found_no_room(self) -> None:
         """A sequence is larger than the budget: what a larger one would have held is not known."""
@@ -132,11 +135,11 @@ class History:
         self._roots.setdefault(namespace, {})[root.chain] = has_checkpoints
         self._roots.move_to_end(namespace)
         if len(self._roots) > MOST_NAMESPACES:
-            self._roots.popitem(last=False)
+            self._ghosts.forget_roots(self._roots.popitem(last=False)[1])
         self._evictions.forget(path)
         if not has_checkpoints:
             chains = [node.chain for node in path if node.tokens == self.block_tokens]
-            for key in self._keys(tokens[len(chains) * self.block_tokens :]):
+            for key in self._keys(tokens, len(chains) * self.block_tokens):
                 if len(key) == self.block_tokens * TOKEN_BYTES:
                     chains.append(chain_of(chains[-1] if chains else root.chain, key))
             self._use(root, chains, root.tally.blocks, limit)
@@ -183,10 +186,11 @@ class History:
             return max(hit_tokens, held_tokens)
         return hit_tokens if held_tokens > hit_tokens - self.block_tokens else held_tokens
 
-    def _keys(self, tokens: TokenIds) -> Iterator[bytes]:
-        """The tokens of a prompt's blocks, the last of which need not be whole."""
+    def _keys(self, tokens: TokenIds, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+        """The tokens of a prompt's blocks from `start` on, the last of which need not be whole."""
+        end = len(tokens) if end is None else end
         width = self.block_tokens * TOKEN_BYTES
         at_once = self.block_tokens * max(1, LOOKED_AT_ONCE // self.block_tokens)
-        for start in range(0, len(tokens), at_once):
-            data = np.asarray(tokens[start : start + at_once], np.int64).tobytes()
+        for begin in range(start, end, at_once):
+            data = np.asarray(tokens[begin : min(begin + at_once, end)], np.int64).tobytes()
             yield from (data[place : place + width] for place in range(0, len(data), width))

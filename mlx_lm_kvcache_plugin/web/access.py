@@ -31,6 +31,8 @@ _FORWARDS_PREFIX = "x-forwarded-"
 
 def refusal(request: Request) -> tuple[int, str] | None:
     """Why a request is not answered, as a status and one line; None if it is."""
+    if request.is_garbled:  # what a browser or a proxy has added may be among what is lost
+        return 400, "a line among the headers is none"
     hosts = request.values("Host")
     if len(hosts) != 1 or not _is_ours(hosts[0], request):
         return 403, "the Host header names no address of this server; localhost is one"

@@ -25,6 +25,7 @@ class Request:
             brackets.
         port: that the server listens on.
         read: reads so many bytes of the body, fewer where it ends.
+        is_garbled: whether more headers may have come than could be read.
     """
 
     method: str
@@ -34,6 +35,7 @@ class Request:
     hosts: frozenset[str]
     port: int
     read: Callable[[int], bytes]
+    is_garbled: bool = False
 
     @property
     def path(self) -> str:

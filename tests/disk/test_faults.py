@@ -167,14 +167,14 @@ def test_a_look_leaves_a_broken_head_where_it_is(
         path = path_of(tmp_path, name)
         whole = path.read_bytes()
         fault(path)
-        assert tier.tokens_of(HOME, name, sets_aside=False) is None
+        assert tier.untouched().tokens_of(HOME, name) is None
         assert os.path.lexists(path) and not tmp_path.joinpath("quarantine").exists()
         assert (tier.counters.quarantined, tier.counters.errors) == (0, 0)
         assert not caplog.records
         assert tier.tokens_of(HOME, name) is None
         assert tier.counters.quarantined == 1
         path.write_bytes(whole)
-        assert tier.tokens_of(HOME, name, sets_aside=False) == make_record("cd").tokens
+        assert tier.untouched().tokens_of(HOME, name) == make_record("cd").tokens
 
 
 def test_a_look_and_a_lookup_remember_the_same(tmp_path: Path) -> None:
@@ -182,12 +182,12 @@ def test_a_look_and_a_lookup_remember_the_same(tmp_path: Path) -> None:
     with open_tier(tmp_path) as tier:
         put(tier, "abcd")
         first, second = names_of("abcd")
-        assert tier.tokens_of(HOME, first, sets_aside=False)
+        assert tier.untouched().tokens_of(HOME, first)
         assert tier.tokens_of(HOME, second)
         for name in (first, second):
             path_of(tmp_path, name).unlink()
         assert tier.tokens_of(HOME, first) == make_record("ab").tokens
-        assert tier.tokens_of(HOME, second, sets_aside=False) == make_record("cd").tokens
+        assert tier.untouched().tokens_of(HOME, second) == make_record("cd").tokens
 
 
 def test_what_is_not_there_is_a_plain_miss(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_what_is_not_the_fault_of_the_file(
         (name,) = names_of("ab")
         with monkeypatch.context() as patch:
             refuse(patch, tier, number, path_of(tmp_path, name))
-            assert tier.tokens_of(HOME, name, sets_aside=False) is None
+            assert tier.untouched().tokens_of(HOME, name) is None
             assert (tier.counters.quarantined, tier.counters.errors) == (0, 0)
             assert tier.read(HOME, name) is None
             assert tier.tokens_of(HOME, name) is None
@@ -300,7 +300,7 @@ def test_a_layout_that_does_not_have_its_digest(tmp_path: Path, fault: Fault) ->
         path = folder / HOME.namespace.hex() / f"layout-{digest.hex()}.json"
         path.parent.joinpath("layout-foreign.json").write_text(LAYOUT)
         fault(path)
-        assert tier.layouts(HOME, sets_aside=False) == {}
+        assert tier.untouched().layouts(HOME) == {}
         assert (tier.counters.quarantined, tier.counters.errors) == (0, 0)
         assert os.path.lexists(path)
         assert tier.layouts(HOME) == {}

@@ -77,6 +77,25 @@ def test_the_disk_is_cleared_too(tmp_path: Path) -> None:
     cache.tier.close()
 
 
+def test_what_is_restored_meanwhile_goes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may come after memory was cleared, and before the files are gone."""
+    cache = cache_on_disk(tmp_path)
+    tier, held = cache.tier, cache.tree.used_bytes
+    assert tier is not None
+    delete = tier.clear
+
+    def clear_late() -> object:
+        assert fetch(cache, PROMPT) == 8
+        return delete()
+
+    monkeypatch.setattr(tier, "clear", clear_late)
+    assert clear(cache, nullcontext(), memory_alone=False)["freed_bytes"] > held
+    assert (len(cache.tree), fetch(cache, PROMPT)) == (0, 0)
+    tier.close()
+
+
 def test_memory_alone(tmp_path: Path) -> None:
     """What is on disk stays, and comes back."""
     cache = cache_on_disk(tmp_path)

@@ -137,6 +137,17 @@ def test_checkpoints_are_no_tokens() -> None:
     assert nearest(cache, [*range(4), NEW]).common_tokens == 4
 
 
+@pytest.mark.parametrize("shape", [STATES, WINDOWS], ids=["states", "windows"])
+@pytest.mark.parametrize("first", [9, 14])
+def test_what_goes_on_beside_a_checkpoint_is_told(shape: dict[str, Any], first: int) -> None:
+    """Whether the system prompt or the whole conversation was stored first."""
+    cache = cache_with(range(first), **shape)
+    insert(cache, range(9 + 14 - first), label=SYSTEM, **shape)
+    told = explain(cache, MODEL, [*range(9), NEW, NEW])
+    assert told.stop == Stop(Reason.DIVERGED, 9)
+    assert told.nearest is not None and told.nearest.stored == list(range(9, 14))
+
+
 @pytest.mark.parametrize("tokens", [[], [1]])
 def test_a_prompt_of_hardly_anything(tokens: list[int]) -> None:
     """Nothing of it can be a hit."""

@@ -443,6 +443,15 @@ def test_a_body_that_does_not_come(server: LocalServer, monkeypatch: pytest.Monk
     assert b"in time" in answer
 
 
+@pytest.mark.parametrize("line", ["X Foo: bar", "nothing", "X: a\rb", ": nameless", " folded: x"])
+def test_a_line_that_is_no_header(server: LocalServer, line: str) -> None:
+    """Whatever a proxy adds behind it might be lost, so that nobody knows whom it asks for."""
+    behind = (f"Host: {HOST}", "X-Forwarded-For: 192.0.2.1", "Sec-Fetch-Site: cross-site")
+    for path, method in PATHS.items():
+        answer = raw(server, f"{method} {path}", line, *behind)
+        assert answer.startswith(b"HTTP/1.0 400 ") and b"among the headers" in answer
+
+
 def test_no_model_is_loaded_yet(without_model: LocalServer) -> None:
     """Then there is no tokenizer to explain with; the rest answers."""
     assert statuses(without_model) == [200, 200, 200, 503, 200]

@@ -134,12 +134,23 @@ def test_no_prompt_can_be_made_of_it(body: dict[str, Any], line: str) -> None:
     assert refused.status == 400 and line in refused.line
 
 
-@pytest.mark.parametrize("name", ["truncation", "max_length", "padding", "tokenizer_kwargs"])
-def test_nobody_changes_the_tokenizer_of_others(name: str) -> None:
-    """What a template may be given as well would cut the prompts of requests under way."""
+@pytest.mark.parametrize(
+    "name", ["truncation", "max_length", "padding", "tokenizer_kwargs", "return_tensors"]
+)
+def test_a_template_gets_nothing_that_is_not_for_it(name: str) -> None:
+    """It would cut the prompts of requests under way, or have MLX compute on a client's thread."""
     body = {"messages": [{"content": "hello"}], "chat_template_kwargs": {name: 3, "kind": 1}}
     refused = refusal(make_inspector(make_provider()), body)
-    assert (refused.status, refused.line) == (400, f"{name} would change the tokenizer")
+    line = f"with {name} in chat_template_kwargs nothing can be explained"
+    assert (refused.status, refused.line) == (400, line)
+
+
+@pytest.mark.parametrize("template", [[["truncation", True]], [["kind", 1]], "kind", 3, True])
+def test_what_a_template_gets_has_names(template: Any) -> None:
+    """Upstream takes pairs too, in which no name would be seen."""
+    body = {"messages": [{"content": "hello"}], "chat_template_kwargs": template}
+    refused = refusal(make_inspector(make_provider()), body)
+    assert (refused.status, refused.line) == (400, "chat_template_kwargs is an object")
 
 
 def test_a_provider_without_its_model() -> None:

@@ -67,7 +67,7 @@ def test_a_checkpoint_holds_no_tokens() -> None:
     """It is no reason why they are gone."""
     recent = remembering(Evicted(hash(MODEL), b"", Cause.MEMORY))
     assert recent.cause(hash(MODEL), [b""], 0) is None
-    assert recent.checkpoint_cause(hash(MODEL), b"", -1) == Cause.MEMORY
+    assert recent.checkpoint(hash(MODEL), [], 0, 0) == (0, Cause.MEMORY)
 
 
 def test_what_is_stored_again_is_forgotten() -> None:

@@ -297,11 +297,11 @@ def test_what_is_stored_again_was_not_given_up() -> None:
     cache, kept = cache_with_history()
     insert(cache, range(8), **TINY)
     (root,) = kept.roots(MODEL)
-    assert kept.cause(root, range(9), 0) is None
+    assert kept.lost_rows(root, 0, range(9), 0) is None
     cache.trim_to(n_bytes=0)
-    assert kept.cause(root, range(9), 0) is Cause.TRIM
+    assert kept.lost_rows(root, 0, range(9), 0) is Cause.TRIM
     insert(cache, range(8), **TINY)
-    assert kept.cause(root, range(9), 0) is None
+    assert kept.lost_rows(root, 0, range(9), 0) is None
 
 
 def test_what_was_cleared_would_be_gone_from_every_store() -> None:
@@ -338,6 +338,19 @@ def test_namespaces_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     for namespace in ("one", "two", "one", "three"):
         insert(cache, range(8), namespace, **TINY)
     assert [len(kept.roots(name)) for name in ("one", "two", "three")] == [1, 0, 1]
+    insert(cache, range(4), "two", **TINY)  # which forgets "one", and comes back with what is used
+    ask(cache, range(9), "two")
+    assert kept.predicted.hit_tokens == 8
+    assert kept.predicted.at == {0.5: 4, 2.0: 8, 4.0: 8}
+
+
+def test_nothing_is_kept_of_models_that_came_and_went() -> None:
+    """A list is as long as what it holds."""
+    kept = ghosts.Ghosts(SCALES, STEP)
+    for number in range(1000):
+        kept.use(number, [number], 1.0, limit_bytes=2)
+    assert len(kept._weights) == 8
+    assert [len(each.roots) for each in kept.lists.values()] == [1, 4, 8]
 
 
 def test_a_history_that_fails_spoils_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +359,7 @@ def test_a_history_that_fails_spoils_nothing(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*arguments: object, **options: object) -> None:
         raise RuntimeError("lost")
 
-    for method in ("asked", "used", "evicted", "thinned", "cause", "roots"):
+    for method in ("asked", "used", "evicted", "thinned", "lost_rows", "roots"):
         events: list[Any] = []
         cache, _ = cache_with_history(emit=events.append)
         with monkeypatch.context() as patch:
@@ -358,7 +371,7 @@ def test_a_history_that_fails_spoils_nothing(monkeypatch: pytest.MonkeyPatch) ->
         (hit,) = [event for event in events if isinstance(event, Hit)]
         assert hit.hit_tokens == 8
         operations = {event.operation for event in events if hasattr(event, "operation")}
-        is_asked = method in ("cause", "roots")
+        is_asked = method in ("lost_rows", "roots")
         assert operations == {"diagnosis" if is_asked else "history"}
         assert (hit.stop is None) == is_asked
         assert hit.stop is None or hit.stop.reason is Reason.NOTHING_STORED

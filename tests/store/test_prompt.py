@@ -6,9 +6,11 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given
 
-from mlx_lm_kvcache_plugin.stats.history import History
+from mlx_lm_kvcache_plugin.matching import LOOKED_AT_FIRST
+from mlx_lm_kvcache_plugin.stats.history import LOOKED_AT_ONCE, History
 from mlx_lm_kvcache_plugin.store.prompt import Prompt
 from tests.store.caches import MODEL, TINY, insert, make_cache
 
@@ -39,6 +41,22 @@ def test_a_slice_is_the_array_of_those_tokens(
         found = prompt[start:end]
         assert found.dtype == np.int64 and found.tolist() == ids[start:end]
     assert watched.taken <= len(ids)
+
+
+@pytest.mark.parametrize("history", [None, History(4)], ids=["alone", "with statistics"])
+def test_what_is_not_stored_is_hardly_looked_at(history: History | None) -> None:
+    """However long a prompt is, also once something was given up."""
+    cache = make_cache(history=history)
+    insert(cache, range(40), **TINY)
+    insert(cache, range(100, 120), **TINY)
+    for evicts in (False, True):
+        if evicts:
+            cache.trim_to(n_sequences=1)
+        for start in (0, 100, 500):
+            watched = Watched(range(start, 50_000))
+            prompt = Prompt(watched)
+            cache.fetch(prompt, cache.match(MODEL, prompt), namespace=MODEL)
+            assert watched.taken <= LOOKED_AT_FIRST + LOOKED_AT_ONCE
 
 
 def test_a_request_takes_each_token_once() -> None:
