@@ -64,18 +64,16 @@ def _lost(
         held: what is there of it, of each space.
     """
     found = [(0, "")]
-    end = max((match.tokens for match in held), default=0)
     matches = {match.blocks[0].root.chain: match for match in held}
     for root, has_checkpoints in history.roots(namespace).items():
         match = matches.get(root, Match())
         count = match.tokens // history.block_tokens
         start = count * history.block_tokens
         if has_checkpoints:
-            checkpoint = history.lost_checkpoint(root, tokens, hit_tokens, start)
-            if checkpoint is not None:
-                found.append((checkpoint[0], checkpoint[1].value))
+            lost = history.lost_checkpoint(root, tokens, hit_tokens, start)
         else:
             chain = match.blocks[count - 1].chain if count else root
-            if cause := history.lost_rows(chain, start, tokens, end):
-                found.append((len(tokens), cause.value))
+            lost = history.lost_rows(chain, start, tokens, hit_tokens)
+        if lost is not None:
+            found.append((lost[0], lost[1].value))
     return max(found)

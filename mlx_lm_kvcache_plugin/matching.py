@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .spaces import Space
-from .store.blocks import Block, Match, Tokens, before_image
+from .store.blocks import TOKEN_BYTES, Block, Match, Tokens, before_image
 from .store.prompt import TokenIds
 from .store.tree import BlockTree
 
@@ -64,14 +64,17 @@ def following(node: Block, rows: int) -> tuple[Block, int] | None:
     """What is stored behind the first rows of a node: the node that has it, and behind how many of
     that one's own rows; None if nothing is. Of several, what was used last.
 
-    A tail that bears a checkpoint stays beside the block that begins with it.
+    Others that begin with these rows are beside it, as a block is beside a tail that bears a
+    checkpoint.
     """
-    if rows < node.tokens:
-        return node, rows
-    found = [(child, 0) for child in node.children.values() if child.key]
-    if node.is_bearer and node.parent is not None:
-        others = node.parent.children.values()
-        found += [(o, rows) for o in others if o is not node and o.key.startswith(node.key)]
+    common, found = node.key[: rows * TOKEN_BYTES], list[tuple[Block, int]]()
+    if len(common) == len(node.key):
+        found += [(child, 0) for child in node.children.values() if child.key]
+    if node.parent is not None:
+        beside = node.parent.children.values()
+        found += [
+            (each, rows) for each in beside if common != each.key and each.key.startswith(common)
+        ]
     return max(found, key=lambda each: each[0].used_at, default=None)
 
 

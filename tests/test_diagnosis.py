@@ -265,6 +265,26 @@ def test_rows_of_no_use_were_given_up() -> None:
     assert asked.ask([*range(40), NEW]) == (8, Stop(Reason.EVICTED, 8, "trim"))
 
 
+def test_rows_were_given_up_and_a_checkpoint_was_not() -> None:
+    """They are in common with what is left, but only from them could it go on there."""
+    asked = Asked().store(range(5), **WINDOWS).store(range(14), **WINDOWS)
+    assert asked.ask([*range(5), NEW, NEW, NEW]) == (5, Stop(Reason.DIVERGED, 5))
+    asked.store(range(14), **WINDOWS)
+    asked.cache.trim_to(n_sequences=1)
+    stop = Stop(Reason.NOT_RESTORABLE, 5, "trim")
+    assert asked.ask([*range(5), NEW, NEW, NEW]) == (0, stop)
+
+
+def test_the_cause_is_that_of_the_longest_loss() -> None:
+    """What else was given up would have been less of a hit."""
+    asked = Asked().store(range(4), **WINDOWS)
+    asked.cache.trim_to(n_sequences=0)
+    asked.store(range(12), label=SYSTEM, **WINDOWS)
+    evict(asked, Cause.COUNT)
+    assert asked.ask([*range(12), NEW, NEW]) == (0, Stop(Reason.EVICTED, 0, "count"))
+    assert asked.ask([*range(4), NEW, NEW]) == (0, Stop(Reason.EVICTED, 0, "trim"))
+
+
 def test_a_checkpoint_at_the_very_end_is_of_no_use() -> None:
     """The last token has to be computed, so that one would not have been a hit."""
     asked = Asked().store(range(6), label=SYSTEM, **STATES).store(range(14), **STATES)
@@ -434,65 +454,55 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-@settings(max_examples=120, deadline=None, database=None, derandomize=True)
-@given(
-    st.lists(st.tuples(sequences, st.booleans()), max_size=8), sequences, st.sampled_from([*SHAPES])
-)
+trims = st.sampled_from([None, None, 0, 1, 2])
+
+
+@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@given(st.lists(st.tuples(sequences, trims), max_size=8), sequences, st.sampled_from([*SHAPES]))
 def test_what_is_told_is_so(
-    stored: list[tuple[tuple[int, ...], bool]], prompt: tuple[int, ...], kind: str
+    stored: list[tuple[tuple[int, ...], int | None]], prompt: tuple[int, ...], kind: str
 ) -> None:
-    """Against a list of all that was stored, some of which was given up again."""
-    asked = Asked()
-    held: list[tuple[int, ...]] = []
-    gone: list[tuple[int, ...]] = []
-    for sequence, is_trimmed in stored:
-        asked.store(sequence, label=SYSTEM, **SHAPES[kind])
-        held.append(sequence)
-        if is_trimmed:
-            asked.cache.trim_to(n_bytes=0)
-            gone += held
-            held.clear()
+    """Against a cache that gave nothing up, and a list of all that was stored.
+
+    Args:
+        stored: each with how many sequences are left then; None for all.
+    """
+    asked, twin = Asked(), Asked()
+    held: list[tuple[int, ...]] | None = []  # as long as that is known
+    for sequence, left in stored:
+        for each in (asked, twin):
+            each.store(sequence, label=SYSTEM, **SHAPES[kind])
+        if left is not None:
+            asked.cache.trim_to(n_sequences=left)
+        held = [] if left == 0 else None if left or held is None else [*held, sequence]
     hit_tokens, stop = asked.ask(prompt)
-    longest = max((common(each, prompt) for each in held), default=0)
-    lost = lost_beyond(hit_tokens, longest, gone, prompt, kind)
+    would_hit, _ = twin.ask(prompt)
     if stop is None:
         assert hit_tokens == len(prompt) - 1
     elif stop.reason is Reason.BELOW_ONE_TOKEN:
         assert len(prompt) == 1
     else:
-        assert stop.token == longest >= hit_tokens
-        goes_on = any(common(each, prompt) == longest < len(each) for each in held)
-        match stop.reason:
-            case Reason.EVICTED:
-                assert stop.cause == "trim"
-            case Reason.NOT_RESTORABLE:
-                assert kind != "rows" and longest > hit_tokens
-                assert (stop.cause == "trim") is (lost > 0)
-            case Reason.DIVERGED:
-                assert goes_on and hit_tokens == longest
-            case reason:
-                assert reason is Reason.NOTHING_STORED and hit_tokens == longest and not goes_on
-        assert (stop.reason is Reason.EVICTED) == (lost > longest)
+        # A block more than was a hit, or half of the rest.
+        least = hit_tokens + max(1, min(4, (len(prompt) - hit_tokens) // 2))
+        assert (stop.cause == "trim") == (would_hit >= least)
+        assert (stop.reason is Reason.EVICTED) == (would_hit >= least and would_hit > stop.token)
+        if held is not None:
+            check_place(stop, hit_tokens, prompt, held)
 
 
-def lost_beyond(
-    hit_tokens: int,
-    longest: int,
-    gone: Sequence[tuple[int, ...]],
-    prompt: tuple[int, ...],
-    kind: str,
-) -> int:
-    """How much of a prompt would have been a hit, had nothing been given up; 0 if that is no loss.
-
-    A loss is a block more than what is there, or half of the rest: of rows, than what is in common;
-    of what is resumed at checkpoints, than what was a hit.
-    """
-    found = [0]
-    for each in gone:
-        if kind == "states" or (kind == "windows" and len(each) > 6):
-            there, would_hit = hit_tokens, len(each) * (prompt[:-1][: len(each)] == each)
-        else:
-            there, would_hit = longest, common(each, prompt)
-        if would_hit >= there + max(1, min(4, (len(prompt) - there) // 2)):
-            found.append(would_hit)
-    return max(found)
+def check_place(
+    stop: Stop, hit_tokens: int, prompt: tuple[int, ...], held: Sequence[tuple[int, ...]]
+) -> None:
+    """How far a prompt and what is held go together, and what either does there."""
+    longest = max((common(each, prompt) for each in held), default=0)
+    goes_on = any(common(each, prompt) == longest < len(each) for each in held)
+    assert stop.token == longest >= hit_tokens
+    match stop.reason:
+        case Reason.NOT_RESTORABLE:
+            assert longest > hit_tokens
+        case Reason.DIVERGED:
+            assert goes_on and hit_tokens == longest
+        case Reason.NOTHING_STORED:
+            assert not goes_on and hit_tokens == longest
+        case reason:
+            assert reason is Reason.EVICTED

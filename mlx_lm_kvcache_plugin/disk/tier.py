@@ -189,15 +189,20 @@ class DiskTier:
         """Have records deleted; never waits."""
         self._queue(partial(self._writer.forget, home, list(names)))
 
-    def clear(self) -> Cleared:
+    def clear(self, then: Callable[[], object] = lambda: None) -> Cleared:
         """Delete everything of ours in the folder, whoever wrote it, once what is queued is done.
+
+        Args:
+            then: called when it is gone, before anything more is written.
 
         Raises:
             OSError: something cannot be deleted.
         """
         self.flush()
-        cleared = clear(self._folder.root) if self._folder.exists() else Cleared()
-        self._tokens.cache_clear()
+        with self._worker.held(CLOSING_SECONDS):
+            cleared = clear(self._folder.root) if self._folder.exists() else Cleared()
+            self._tokens.cache_clear()
+            then()
         self._queue(self._limit.enforce)  # which counts anew
         return cleared
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 Job = Callable[[], None]
 
@@ -42,6 +43,7 @@ class Worker:
         self._changed = threading.Condition(threading.RLock())
         self._is_busy = False
         self._is_closed = False
+        self._holders = 0
 
     @property
     def has_room(self) -> bool:
@@ -63,6 +65,19 @@ class Worker:
         """Wait until all that was queued is done; False if the time was too short."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs and not self._is_busy, seconds)
+
+    @contextmanager
+    def held(self, seconds: float) -> Iterator[None]:
+        """Let the present job end, if it does in that time, and begin none inside."""
+        with self._changed:
+            self._holders += 1
+            self._changed.wait_for(lambda: not self._is_busy, seconds)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._holders -= 1
+                self._changed.notify_all()
 
     def close(self, seconds: float) -> None:
         """Take no more jobs, flush, and stop the thread behind its present job."""
@@ -94,7 +109,7 @@ class Worker:
     def _do_one(self) -> bool:
         """Its own frame: a job that is done is not held while waiting for the next."""
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._is_closed)
+            self._changed.wait_for(lambda: (self._jobs or self._is_closed) and not self._holders)
             if not self._jobs:
                 return False
             job, load = self._jobs.popleft()

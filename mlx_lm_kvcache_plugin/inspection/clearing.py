@@ -21,21 +21,21 @@ def clear(
     Returns:
         Bytes of memory that were freed, and how many files were deleted.
     """
-    freed_bytes, files = _clear_memory(cache, lock), 0
+    freed_bytes = files = 0
+
+    def clear_memory() -> None:
+        nonlocal freed_bytes
+        with lock:
+            freed_bytes += cache.tree.used_bytes
+            cache.clear()
+
+    clear_memory()
     if cache.tier is not None and not memory_alone:
-        files = cache.tier.clear().files
-        # Which takes a while without the lock: a request may have restored some of it.
-        freed_bytes += _clear_memory(cache, lock)
+        # Nobody waits for it, so that a request may have restored something meanwhile: that goes
+        # too, before it could be written anew.
+        files = cache.tier.clear(then=clear_memory).files
     give_back_memory()
     return {"freed_bytes": freed_bytes, "deleted_files": files}
-
-
-def _clear_memory(cache: PrefixCache, lock: AbstractContextManager[object]) -> int:
-    """Drop what is in memory; returns the bytes that it held."""
-    with lock:
-        freed_bytes = cache.tree.used_bytes
-        cache.clear()
-    return freed_bytes
 
 
 def give_back_memory() -> None:

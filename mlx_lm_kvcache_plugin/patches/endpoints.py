@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from email.message import Message
 from typing import TYPE_CHECKING, Any
 
 from ..web.endpoints import answer, is_ours
@@ -24,12 +25,12 @@ READ_AT_ONCE = 1 << 16
 DISCARD_SECONDS, DISCARDED_BYTES = 2.0, 1 << 26
 """What is done for a client that sends a body which nobody wants."""
 
-GARBLED = (
+DROPPED = (
     email.errors.FirstHeaderLineIsContinuationDefect,
     email.errors.InvalidHeaderDefect,
-    email.errors.MissingHeaderBodySeparatorDefect,
+    email.errors.MisplacedEnvelopeHeaderDefect,
 )
-"""What Python says of lines that are no headers. It drops them, or all that come behind them."""
+"""What Python says of lines that are no headers, and that it drops."""
 
 BODY_HEADERS = ("Content-Length", "Transfer-Encoding")
 
@@ -86,8 +87,15 @@ def request_of(handler: Any, body: Body) -> Request:
         hosts=frozenset(name.lower() for name in names),
         port=port,
         read=body.read,
-        is_garbled=any(isinstance(defect, GARBLED) for defect in handler.headers.defects),
+        is_garbled=_is_garbled(handler.headers),
     )
+
+
+def _is_garbled(headers: Message) -> bool:
+    """Whether a line among the headers was none. Some make Python take all that come behind them
+    for the text of a letter."""
+    is_cut = bool(headers.get_payload()) and not headers.is_multipart()
+    return is_cut or any(isinstance(defect, DROPPED) for defect in headers.defects)
 
 
 class Body:

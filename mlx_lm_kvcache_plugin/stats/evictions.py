@@ -55,25 +55,27 @@ class RecentEvictions:
             if not keys:
                 del self._keys[parent]
 
-    def cause(self, chain: int, keys: Iterable[bytes], least_tokens: int) -> Cause | None:
-        """Why what goes on like this was given up; None if it was not.
+    def rows(
+        self, chain: int, keys: Iterable[bytes], least_tokens: int
+    ) -> tuple[int, Cause] | None:
+        """How many tokens of what goes on like this were given up, and why; None if they were not.
 
         Args:
-            chain: after the last whole block.
+            chain: after the last whole block that is there.
             keys: the tokens behind it, block by block; the last of them need not be whole.
-            least_tokens: how many of these it has to have held.
+            least_tokens: how many of these have to have been.
         """
-        held_tokens = 0
+        gone_tokens, cause = 0, None
         for key in keys if self._causes else ():
             nearest = self._nearest(chain, key)
             tokens = common_tokens(nearest, key)
-            held_tokens += tokens
-            if tokens and held_tokens >= least_tokens:
-                return self._causes[chain, nearest]
+            gone_tokens += tokens
+            if tokens and cause is None and gone_tokens >= least_tokens:
+                cause = self._causes[chain, nearest]
             if tokens < self._block_tokens:
                 break
             chain = chain_of(chain, key)
-        return None
+        return None if cause is None else (gone_tokens, cause)
 
     def checkpoint(
         self, root: int, keys: Iterable[bytes], least_tokens: int, held_tokens: int

@@ -74,21 +74,24 @@ class History:
             self._ghosts.forget_roots({n.parent for n in nodes if n.cause is Cause.REPLACED})
         self._evictions.add(nodes)
 
-    def lost_rows(self, chain: int, start: int, tokens: TokenIds, held_tokens: int) -> Cause | None:
-        """Why what a prompt goes on with was given up; None if it was not.
+    def lost_rows(
+        self, chain: int, start: int, tokens: TokenIds, hit_tokens: int
+    ) -> tuple[int, Cause] | None:
+        """How much of a prompt would have been a hit but for rows that were given up, and why they
+        were; None if that is no loss.
 
         Args:
             chain: of its last whole block that is there, or its root.
             start: the position at which that ends.
-            held_tokens: how many of its tokens are there, in this way or another.
         """
-        least_tokens = self._least_loss(tokens, held_tokens) - start
-        return self._evictions.cause(chain, self._keys(tokens, start), least_tokens)
+        least_tokens = self._least_loss(tokens, hit_tokens) - start
+        gone = self._evictions.rows(chain, self._keys(tokens, start, len(tokens) - 1), least_tokens)
+        return None if gone is None else (start + gone[0], gone[1])
 
     def lost_checkpoint(
         self, root: int, tokens: TokenIds, hit_tokens: int, held_tokens: int
     ) -> tuple[int, Cause] | None:
-        """The position of the last checkpoint beyond a hit that was given up, and why, if any was.
+        """The same but for a checkpoint.
 
         Args:
             root: the chain that the prompt begins with.
@@ -98,12 +101,12 @@ class History:
         keys = self._keys(tokens, 0, len(tokens) - 1)  # the last token is computed in any case
         return self._evictions.checkpoint(root, keys, least_tokens, held_tokens)
 
-    def _least_loss(self, tokens: TokenIds, had_tokens: int) -> int:
-        """How much of a prompt has to have been there for it to be a loss, with so much left of it.
+    def _least_loss(self, tokens: TokenIds, hit_tokens: int) -> int:
+        """How much of a prompt would have to have been a hit for it to be a loss that less was.
 
         That is a block more, or half of the rest: all prompts of a template begin alike.
         """
-        return had_tokens + max(1, min(self.block_tokens, (len(tokens) - had_tokens) // 2))
+        return hit_tokens + max(1, min(self.block_tokens, (len(tokens) - hit_tokens) // 2))
 
     def found_no_room(self) -> None:
         """A sequence is larger than the budget: what a larger one would have held is not known."""

@@ -29,8 +29,8 @@ class Prompt:
         start, end, _ = part.indices(len(self))
         seen = len(self._ids)
         if end > seen:
-            more = np.asarray(self._tokens[seen:end], np.int64)
-            self._ids = np.concatenate([self._ids, more])
+            more = self._tokens[seen : max(end, 2 * seen)]  # or many looks would copy it many times
+            self._ids = np.concatenate([self._ids, np.asarray(more, np.int64)])
         return self._ids[start:end]
 
 

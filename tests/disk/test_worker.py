@@ -184,3 +184,35 @@ def test_many_threads_may_read_and_offer_at_once(tmp_path: Path) -> None:
         assert tier.flush(60)
         assert failures == []
         assert (tier.counters.errors, tier.counters.quarantined) == (0, 0)
+
+
+def test_nothing_is_begun_while_it_is_held() -> None:
+    """What runs is waited for, but not for ever; what comes meanwhile is done afterwards."""
+    worker, done = Worker("test", 10, 10), list[str]()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        go_on.wait()
+        done.append("slow")
+
+    assert worker.put(slow)
+    begun.wait()
+    with worker.held(0.01):
+        assert worker.put(lambda: done.append("next"))
+        go_on.set()
+        with worker.held(10):
+            assert done == ["slow"]
+        assert not worker.flush(0.05) and done == ["slow"]
+    assert worker.flush(10) and done == ["slow", "next"]
+    worker.close(1)
+
+
+def test_whoever_holds_it_does_not_keep_it_from_ending() -> None:
+    """What waits is lost then, as it is when time is short."""
+    worker, done = Worker("test", 10, 10), list[str]()
+    with worker.held(1):
+        assert worker.put(lambda: done.append("lost"))
+        worker.close(0.05)
+    worker._thread.join(10)
+    assert not worker._thread.is_alive() and not done

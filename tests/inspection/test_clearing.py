@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlx_lm_kvcache_plugin.disk import tier
 from mlx_lm_kvcache_plugin.disk.tier import DiskTier
 from mlx_lm_kvcache_plugin.events import Event, Evict
 from mlx_lm_kvcache_plugin.inspection import clearing
@@ -19,17 +21,19 @@ from tests.store.caches import MODEL, TINY, JsonLayers, fetch, insert, make_cach
 
 PROMPT = range(9)
 
+STATES: dict[str, Any] = {**TINY, "state_bytes": 300}
 
-def cache_on_disk(folder: Path) -> PrefixCache:
+
+def cache_on_disk(folder: Path, **shape: Any) -> PrefixCache:
     """A cache with a sequence, which is on disk too."""
     cache = make_cache(tier=DiskTier(folder, GIB, disk_usage=lambda _: Disk()))
     cache.attach(MODEL, b"weights", {"model": "of a test"}, JsonLayers())
-    store(cache)
+    store(cache, **shape)
     return cache
 
 
-def store(cache: PrefixCache) -> None:
-    insert(cache, PROMPT, **TINY)
+def store(cache: PrefixCache, **shape: Any) -> None:
+    insert(cache, PROMPT, **{**TINY, **shape})
     assert cache.tier is None or cache.tier.flush()
 
 
@@ -77,23 +81,34 @@ def test_the_disk_is_cleared_too(tmp_path: Path) -> None:
     cache.tier.close()
 
 
+@pytest.mark.parametrize("shape", [TINY, STATES], ids=["rows", "states"])
+@pytest.mark.parametrize("uses", ["before", "after", "both"])
 def test_what_is_restored_meanwhile_goes_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], uses: str
 ) -> None:
-    """A request may come after memory was cleared, and before the files are gone."""
-    cache = cache_on_disk(tmp_path)
-    tier, held = cache.tier, cache.tree.used_bytes
-    assert tier is not None
-    delete = tier.clear
+    """A request may read it before the files are gone, and have them written anew thereafter."""
+    cache = cache_on_disk(tmp_path, **shape)
+    held, delete = cache.tree.used_bytes, tier.clear
+    hits: list[int] = []
 
-    def clear_late() -> object:
-        assert fetch(cache, PROMPT) == 8
-        return delete()
+    def delete_late(root: str) -> object:
+        prompt = [*PROMPT, 97]
+        prefix = cache.match(MODEL, prompt)
+        hits.append(prefix.tokens if prefix else 0)
+        if uses != "after":
+            cache.fetch(prompt, prefix)
+        told = delete(root)
+        if uses != "before":
+            cache.fetch(prompt, prefix)
+        return told
 
-    monkeypatch.setattr(tier, "clear", clear_late)
-    assert clear(cache, nullcontext(), memory_alone=False)["freed_bytes"] > held
+    monkeypatch.setattr(tier, "clear", delete_late)
+    assert clear(cache, nullcontext(), memory_alone=False)["freed_bytes"] == 2 * held
+    assert hits == [len(PROMPT)]
+    assert cache.tier is not None and cache.tier.flush()
+    assert not list(tmp_path.rglob("*.safetensors"))
     assert (len(cache.tree), fetch(cache, PROMPT)) == (0, 0)
-    tier.close()
+    cache.tier.close()
 
 
 def test_memory_alone(tmp_path: Path) -> None:

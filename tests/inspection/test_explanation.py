@@ -112,6 +112,8 @@ def test_the_last_used_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     told = nearest(cache, [NEW, NEW])
     assert (told.common_tokens, told.before) == (0, [])
     assert (told.stored, told.age_seconds) == ([1, 2, 3, 4, 5, 6, 7, 8], 3.0)
+    insert(cache, [1, 2, 3, 4, 5, 6, 8, 8], **TINY)  # which leaves the other one inside of a block
+    assert nearest(cache, [1, 2, 3, 4, 5, 6, NEW]).stored == [8, 8]
     told = nearest(cache, [5, 5, NEW])
     assert (told.common_tokens, told.stored, told.age_seconds) == (2, [], 10.0)
 

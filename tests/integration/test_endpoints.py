@@ -443,13 +443,28 @@ def test_a_body_that_does_not_come(server: LocalServer, monkeypatch: pytest.Monk
     assert b"in time" in answer
 
 
-@pytest.mark.parametrize("line", ["X Foo: bar", "nothing", "X: a\rb", ": nameless", " folded: x"])
-def test_a_line_that_is_no_header(server: LocalServer, line: str) -> None:
+LOCAL = f"Host: {HOST}"
+
+NO_HEADERS: list[tuple[str, ...]] = [
+    (" folded: x", LOCAL),
+    (LOCAL, "From x"),
+    (LOCAL, "X Foo: bar"),
+    (LOCAL, "nothing"),
+    (LOCAL, ": nameless"),
+    (LOCAL, "X: a\rb"),
+    (LOCAL, "X: a\r"),
+    (LOCAL, "X: a\r\rB: c"),
+]
+
+
+@pytest.mark.parametrize("lines", NO_HEADERS)
+def test_a_line_that_is_no_header(server: LocalServer, lines: tuple[str, ...]) -> None:
     """Whatever a proxy adds behind it might be lost, so that nobody knows whom it asks for."""
-    behind = (f"Host: {HOST}", "X-Forwarded-For: 192.0.2.1", "Sec-Fetch-Site: cross-site")
+    behind = ("X-Forwarded-For: 192.0.2.1", "Sec-Fetch-Site: cross-site")
     for path, method in PATHS.items():
-        answer = raw(server, f"{method} {path}", line, *behind)
+        answer = raw(server, f"{method} {path}", *lines, *behind)
         assert answer.startswith(b"HTTP/1.0 400 ") and b"among the headers" in answer
+        assert raw(server, f"{method} {path}", *lines).startswith(b"HTTP/1.0 400 ")
 
 
 def test_no_model_is_loaded_yet(without_model: LocalServer) -> None:

@@ -37,7 +37,8 @@ def path(letters: str) -> list[Block]:
 
 def cause(recent: RecentEvictions, letters: str, least_tokens: int = 1) -> Cause | None:
     """Why what a prompt begins with was given up."""
-    return recent.cause(hash(MODEL), parts(letters), least_tokens)
+    gone = recent.rows(hash(MODEL), parts(letters), least_tokens)
+    return None if gone is None else gone[1]
 
 
 def remembering(*gone: Evicted) -> RecentEvictions:
@@ -66,7 +67,7 @@ def test_a_tail_is_remembered_too(tail: str) -> None:
 def test_a_checkpoint_holds_no_tokens() -> None:
     """It is no reason why they are gone."""
     recent = remembering(Evicted(hash(MODEL), b"", Cause.MEMORY))
-    assert recent.cause(hash(MODEL), [b""], 0) is None
+    assert recent.rows(hash(MODEL), [b""], 0) is None
     assert recent.checkpoint(hash(MODEL), [], 0, 0) == (0, Cause.MEMORY)
 
 
@@ -102,7 +103,7 @@ def test_the_way_there_has_to_be_lost_too() -> None:
     recent = remembering(evicted("abcdefgh"))
     assert cause(recent, "abcdefgh") is None
     behind = chain_of(hash(MODEL), ids("abcd").tobytes())
-    assert recent.cause(behind, parts("efgh"), 4) == Cause.MEMORY
+    assert recent.rows(behind, parts("efgh"), 4) == (4, Cause.MEMORY)
 
 
 def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
