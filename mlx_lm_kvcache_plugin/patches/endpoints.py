@@ -92,10 +92,14 @@ def request_of(handler: Any, body: Body) -> Request:
 
 
 def _is_garbled(headers: Message) -> bool:
-    """Whether a line among the headers was none. Some make Python take all that come behind them
-    for the text of a letter."""
-    is_cut = bool(headers.get_payload()) and not headers.is_multipart()
-    return is_cut or any(isinstance(defect, DROPPED) for defect in headers.defects)
+    """Whether a line among the headers was none, or may have been.
+
+    Some make Python take all that come behind them for the text of a letter, and where that is said
+    to have parts for these.
+    """
+    has_parts = headers.get_content_maintype() in {"message", "multipart"}
+    is_dropped = any(isinstance(defect, DROPPED) for defect in headers.defects)
+    return has_parts or is_dropped or bool(headers.get_payload())
 
 
 class Body:

@@ -454,6 +454,8 @@ NO_HEADERS: list[tuple[str, ...]] = [
     (LOCAL, "X: a\rb"),
     (LOCAL, "X: a\r"),
     (LOCAL, "X: a\r\rB: c"),
+    (LOCAL, "Content-Type: message/rfc822", "X: a\r"),
+    (LOCAL, "Content-Type: multipart/mixed; boundary=b", "X: a\r", "--b", "--b--"),
 ]
 
 
