@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from .events import Reason, Stop
-from .matching import find_common, following
-from .spaces import Spaces
+from .matching import find_common, ways_on
+from .spaces import Space, Spaces
 from .stats.history import History
 from .store.blocks import Match
 from .store.prompt import TokenIds
@@ -36,15 +36,14 @@ def diagnose(
     end = max((match.tokens for _, match in matches), default=0)
     lost_tokens, cause = 0, ""
     if history is not None:
-        held = [match for _, match in matches if match.tokens]
-        lost_tokens, cause = _lost(history, namespace, tokens, held, hit_tokens)
+        lost_tokens, cause = _lost(history, namespace, tokens, matches, hit_tokens)
     if lost_tokens > end:
         return Stop(Reason.EVICTED, end, cause)
     deepest = [(space, match) for space, match in matches if match.tokens == end]
     if end > hit_tokens and any(space.layout.needs_checkpoint for space, _ in deepest):
         return Stop(Reason.NOT_RESTORABLE, end, cause)
     if end:
-        goes_on = any(following(match.blocks[-1], match.rows) for _, match in deepest)
+        goes_on = any(True for _, match in deepest for _ in ways_on(match.blocks[-1], match.rows))
         return Stop(Reason.DIVERGED if goes_on else Reason.NOTHING_STORED, end)
     if any(map(tree.has, known)):
         return Stop(Reason.DIVERGED)
@@ -55,18 +54,18 @@ def _lost(
     history: History,
     namespace: Hashable,
     tokens: TokenIds,
-    held: Sequence[Match],
+    matches: Sequence[tuple[Space, Match]],
     hit_tokens: int,
 ) -> tuple[int, str]:
     """How much of a prompt would have been a hit, had nothing been given up; and why that was.
 
     Args:
-        held: what is there of it, of each space.
+        matches: what is there of it.
     """
     found = [(0, "")]
-    matches = {match.blocks[0].root.chain: match for match in held}
+    held = {match.blocks[0].root.chain: match for _, match in matches if match.blocks}
     for root, has_checkpoints in history.roots(namespace).items():
-        match = matches.get(root, Match())
+        match = held.get(root, Match())
         count = match.tokens // history.block_tokens
         start = count * history.block_tokens
         if has_checkpoints:

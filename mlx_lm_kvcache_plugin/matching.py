@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,22 +60,19 @@ def find_common(
     ]
 
 
-def following(node: Block, rows: int) -> tuple[Block, int] | None:
-    """What is stored behind the first rows of a node: the node that has it, and behind how many of
-    that one's own rows; None if nothing is. Of several, what was used last.
-
-    Others that begin with these rows are beside it, as a block is beside a tail that bears a
-    checkpoint.
-    """
-    common, found = node.key[: rows * TOKEN_BYTES], list[tuple[Block, int]]()
-    if len(common) == len(node.key):
-        found += [(child, 0) for child in node.children.values() if child.key]
-    if node.parent is not None:
-        beside = node.parent.children.values()
-        found += [
-            (each, rows) for each in beside if common != each.key and each.key.startswith(common)
-        ]
-    return max(found, key=lambda each: each[0].used_at, default=None)
+def ways_on(node: Block, rows: int) -> Iterator[tuple[Block, int]]:
+    """What is stored behind the first rows of a node: each node that has some of it, and behind how
+    many of that one's own rows."""
+    if rows < node.tokens:
+        yield node, rows
+    else:
+        yield from ((child, 0) for child in node.children.values() if child.key)
+    # A tail gives way to what goes on from its end, unless it bears a checkpoint.
+    if node.parent is not None and (rows < node.tokens or node.is_bearer):
+        common = node.key[: rows * TOKEN_BYTES]
+        for other in node.parent.children.values():
+            if other is not node and other.key.startswith(common):
+                yield other, rows
 
 
 def _as_far_as_stored(

@@ -26,6 +26,7 @@ from mlx_lm_kvcache_plugin.writing import Checkpoint
 from tests.store.caches import (
     MIXED,
     MODEL,
+    STATES,
     TINY,
     Crash,
     Machine,
@@ -44,7 +45,7 @@ from tests.tensors import Rows, rows_read, runs
 SHAPES: dict[str, dict[str, Any]] = {
     "rows, windows and a state": MIXED,
     "rows and windows": {**TINY, "windows": (5, 3)},
-    "rows and a state": {**TINY, "state_bytes": 300},
+    "rows and a state": STATES,
     "windows alone": {**TINY, "layers": 0, "windows": (4,)},
     "a state alone": {"layers": 0, "state_bytes": 300},
 }

@@ -21,15 +21,10 @@ from mlx_lm_kvcache_plugin.stats.history import History
 from mlx_lm_kvcache_plugin.store.budget import GIB
 from mlx_lm_kvcache_plugin.store.eviction import Cause
 from mlx_lm_kvcache_plugin.store.thinning import SYSTEM, USER
-from tests.store.caches import MODEL, TINY, Machine, insert, make_cache
+from tests.store.caches import MODEL, STATES, TINY, WINDOWS, Machine, insert, make_cache
 
 NEW = 97
 """A token that is in no sequence."""
-
-STATES: dict[str, Any] = {**TINY, "state_bytes": 300}
-
-WINDOWS: dict[str, Any] = {**TINY, "windows": (6,)}
-"""Rows alone while there are no more than six tokens, and checkpoints beyond."""
 
 IMAGE = -(2**60)
 

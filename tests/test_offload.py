@@ -48,6 +48,7 @@ from tests.events import Events
 from tests.store.caches import (
     MIXED,
     MODEL,
+    STATES,
     TINY,
     JsonLayers,
     Machine,
@@ -63,9 +64,6 @@ WEIGHTS = b"of these weights"
 
 NEVER = 99
 """A token that is in no sequence."""
-
-STATES: dict[str, Any] = {**TINY, "state_bytes": 300}
-"""Rows beside a state: resumed at checkpoints alone, however short."""
 
 ALONE: dict[str, dict[str, Any]] = {
     "states alone": {"layers": 0, "state_bytes": 300},

@@ -103,7 +103,8 @@ class DiskTier:
         return self._limit.used_bytes
 
     def untouched(self) -> DiskTier:
-        """The same to look at: what is broken stays where it is, and nothing is counted."""
+        """The same to look at, by all but `read`: what is broken stays where it is, and nothing is
+        counted."""
         view = copy.copy(self)
         view._is_view = True
         return view

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..diagnosis import diagnose
 from ..events import Reason, Stop
-from ..matching import find_longest, following
+from ..matching import find_longest, ways_on
 from ..prefix_cache import PrefixCache
 from ..store.blocks import TOKEN_BYTES, Block, Match, Root
 
@@ -91,12 +91,14 @@ def _nearest(root: Root, common: Match, tokens: Sequence[int]) -> Nearest:
 
 
 def _after(node: Block, rows: int) -> tuple[list[int], float]:
-    """The tokens that are stored behind the first rows of a node, and when they were last used."""
+    """The tokens that are stored behind the first rows of a node, and when they were last used.
+
+    Where there are several ways on, that which was used last.
+    """
     data, used_at = b"", node.used_at
-    place = following(node, rows)
-    while place is not None and len(data) < AROUND_TOKENS * TOKEN_BYTES:
-        node, rows = place
-        data += node.key[rows * TOKEN_BYTES :]
+    while len(data) < AROUND_TOKENS * TOKEN_BYTES and (ways := list(ways_on(node, rows))):
+        node, start = max(ways, key=lambda way: way[0].used_at)
+        data += node.key[start * TOKEN_BYTES :]
         used_at = used_at or node.used_at  # a root has no time of its own
-        place = following(node, node.tokens)
+        rows = node.tokens
     return np.frombuffer(data, np.int64)[:AROUND_TOKENS].tolist(), used_at

@@ -17,11 +17,9 @@ from mlx_lm_kvcache_plugin.inspection.clearing import clear, give_back_memory
 from mlx_lm_kvcache_plugin.prefix_cache import PrefixCache
 from mlx_lm_kvcache_plugin.store.budget import GIB
 from tests.disk.records import Disk
-from tests.store.caches import MODEL, TINY, JsonLayers, fetch, insert, make_cache
+from tests.store.caches import MODEL, STATES, TINY, JsonLayers, fetch, insert, make_cache
 
 PROMPT = range(9)
-
-STATES: dict[str, Any] = {**TINY, "state_bytes": 300}
 
 
 def cache_on_disk(folder: Path, **shape: Any) -> PrefixCache:

@@ -28,13 +28,9 @@ from mlx_lm_kvcache_plugin.stats.history import History
 from mlx_lm_kvcache_plugin.store.budget import GIB
 from mlx_lm_kvcache_plugin.store.thinning import SYSTEM, USER
 from tests.disk.records import Disk
-from tests.store.caches import MODEL, TINY, JsonLayers, insert, make_cache
+from tests.store.caches import MODEL, STATES, TINY, WINDOWS, JsonLayers, insert, make_cache
 
 NEW = 97
-
-STATES: dict[str, Any] = {**TINY, "state_bytes": 300}
-
-WINDOWS: dict[str, Any] = {**TINY, "windows": (6,)}
 
 
 def nearest(cache: PrefixCache, tokens: Sequence[int]) -> Nearest:

@@ -26,6 +26,12 @@ MODEL = "model"
 TINY: dict[str, Any] = {"layers": 1, "heads": 1, "dim": 2}
 """For what is about tokens and not about numbers."""
 
+STATES: dict[str, Any] = {**TINY, "state_bytes": 300}
+"""Rows beside a state: resumed at checkpoints alone, however short."""
+
+WINDOWS: dict[str, Any] = {**TINY, "windows": (6,)}
+"""Rows alone while there are no more than six tokens, and checkpoints beyond."""
+
 MIXED: dict[str, Any] = {**TINY, "windows": (5, 3), "state_bytes": 300}
 """A layer with rows, two with windows of different lengths, and a state."""
 

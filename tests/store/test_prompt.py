@@ -12,7 +12,7 @@ from hypothesis import given
 from mlx_lm_kvcache_plugin.matching import LOOKED_AT_FIRST
 from mlx_lm_kvcache_plugin.stats.history import LOOKED_AT_ONCE, History
 from mlx_lm_kvcache_plugin.store.prompt import Prompt
-from tests.store.caches import MODEL, TINY, insert, make_cache
+from tests.store.caches import MODEL, STATES, TINY, insert, make_cache
 
 bounds = st.none() | st.integers(-12, 12)
 tokens = st.lists(st.integers(-(2**60), 2**31), max_size=10)
@@ -61,7 +61,7 @@ def test_what_is_not_stored_is_hardly_looked_at(history: History | None) -> None
 
 def test_a_request_takes_each_token_once() -> None:
     """For the lookup, for what the statistics ask about it, and for a layer with states too."""
-    for shape in (TINY, {**TINY, "state_bytes": 300}):
+    for shape in (TINY, STATES):
         cache = make_cache(history=History(4))
         insert(cache, range(40), **shape)
         for following in ([], [1, 2, 3], [*range(100)]):
